@@ -1,0 +1,41 @@
+"""The `vllm-pd` command."""
+
+import argparse
+import sys
+
+from vllm_pd_connector import __version__
+from vllm_pd_connector.config import explain
+from vllm_pd_connector.errors import PDConnectorError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a subcommand; the exit status is 2 for an error the operator can mend."""
+    parser = argparse.ArgumentParser(prog="vllm-pd", description="Disaggregated prefill and decode on vLLM.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    config = commands.add_parser("config", help="configuration keys of kv_connector_extra_config")
+    config.add_argument("--explain", action="store_true", required=True, help="every key, its default, range and unit")
+    keygen = commands.add_parser("keygen", help="make a key file for the control channel")
+    keygen.add_argument("file")
+    commands.add_parser("demo", help="a prefiller, a decoder and the proxy on this machine, compared with one server")
+    args = parser.parse_args(argv)
+    try:
+        return _run(args)
+    except (PDConnectorError, OSError) as error:
+        print(f"vllm-pd: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.command == "config":
+        print(explain())
+    elif args.command == "keygen":
+        from vllm_pd_connector.control.keys import write_key
+
+        write_key(args.file)
+        print(f"wrote {args.file}; copy it to every server of the pool and name it as control_key_file")
+    elif args.command == "demo":
+        from vllm_pd_connector.demo.run import demo
+
+        return demo()
+    return 0

@@ -1,0 +1,170 @@
+"""The one configuration tree, parsed once from vLLM's `kv_connector_extra_config`.
+
+Unknown keys and values out of range stop the server at start and name the key's path. Pure rooms are handed
+plain numbers from here, never this object.
+"""
+
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
+
+from vllm_pd_connector.errors import ConfigError
+
+ROOT = "kv_connector_extra_config"
+
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+Port = Annotated[int, Meta(ge=0, le=65_535)]
+
+
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One scripted fault, for tests only: the `nth` write (counted from 0, per worker) suffers `action`."""
+
+    action: Literal["wrong_page", "drop", "fail", "hang"]
+    nth: Annotated[int, Meta(ge=0)] = 0
+    count: Annotated[int, Meta(ge=1)] = 1
+
+
+class PDConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything an operator can set. Each field's `Meta` description is what `vllm-pd config --explain` prints."""
+
+    prefillers: Annotated[
+        list[str],
+        Meta(description="Base URLs of the prefillers this decoder may dispatch to; empty: always prefill locally."),
+    ] = []
+    min_remote_tokens: Annotated[
+        int, Meta(ge=1, description="Tokens. A prompt with fewer left to compute is prefilled locally.")
+    ] = 64
+    on_failure: Annotated[
+        Literal["local", "error"],
+        Meta(description="When a remote prefill fails: prefill on the decoder, or finish the request with an error."),
+    ] = "local"
+    request_deadline_s: Annotated[
+        Seconds, Meta(description="Seconds from dispatch until a remote prefill is given up (then `on_failure`).")
+    ] = 120.0
+    settle_s: Annotated[
+        Seconds, Meta(description="Seconds the last pages may take after the prefiller has said it is finished.")
+    ] = 10.0
+    fence_s: Annotated[
+        Seconds, Meta(description="Seconds to wait for a prefiller to confirm that it stopped writing.")
+    ] = 5.0
+    quarantine_s: Annotated[
+        Seconds,
+        Meta(
+            description="Seconds the pages of an unreachable prefiller stay unused: the transport's longest late write."
+        ),
+    ] = 10.0
+    connect_timeout_s: Annotated[Seconds, Meta(description="Seconds to open a connection to a prefiller.")] = 2.0
+    retry_s: Annotated[
+        Seconds, Meta(description="Seconds between attempts to greet a prefiller that did not answer.")
+    ] = 2.0
+    advertise_host: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Address on which this server's workers listen for control messages and that peers are told.",
+        ),
+    ] = "127.0.0.1"
+    control_port: Annotated[
+        Port,
+        Meta(
+            description="First control port; worker r of data-parallel rank d uses port + d*workers + r. 0: any free."
+        ),
+    ] = 0
+    control_key_file: Annotated[
+        str | None,
+        Meta(
+            description="File with the pool's CURVE key (`vllm-pd keygen`); the control channel then refuses strangers."
+        ),
+    ] = None
+    prefiller_api_key_file: Annotated[
+        str | None, Meta(description="File with the API key that is sent to the prefillers as a bearer token.")
+    ] = None
+    prefiller_ca_file: Annotated[
+        str | None, Meta(description="PEM file of the authority that signed the prefillers' TLS certificates.")
+    ] = None
+    poll_pause_s: Annotated[
+        float,
+        Meta(gt=0, le=0.1, description="Seconds between polls while a transfer is in flight. Nothing polls when idle."),
+    ] = 0.0005
+    max_parked: Annotated[
+        int, Meta(ge=1, description="Transfers whose pages may arrive before this worker has been told of them.")
+    ] = 4096
+    nixl_backend: Annotated[str, Meta(min_length=1, description="NIXL backend that carries the pages.")] = "UCX"
+    verify_pages: Annotated[
+        bool,
+        Meta(description="Compare a digest of each page after it arrived; a wrong page fails its transfer. Costs CPU."),
+    ] = False
+    timeline_dir: Annotated[
+        str | None, Meta(description="Directory for one JSON-lines file per process with each request's timeline.")
+    ] = None
+    faults: Annotated[list[Fault], Meta(description="Scripted transport faults. For tests only.")] = []
+
+
+def parse(extra_config: dict[str, Any]) -> PDConfig:
+    """The validated configuration.
+
+    Args:
+        extra_config: vLLM's `kv_connector_extra_config` as given by the operator.
+
+    Raises:
+        ConfigError: a key is unknown, or a value has the wrong type or range; the text names the path, the value and
+            what is allowed.
+    """
+    known = {field.name for field in msgspec.structs.fields(PDConfig)}
+    for key in extra_config:
+        if key not in known:
+            raise ConfigError(f"{ROOT}.{key} is not a key of this connector. Known keys: {', '.join(sorted(known))}.")
+    for key, value in extra_config.items():
+        try:
+            msgspec.convert({key: value}, PDConfig)
+        except msgspec.ValidationError as error:
+            raise ConfigError(
+                f"{ROOT}.{key} = {value!r} is refused: {_without_path(str(error))}. {_allowed(key)}"
+            ) from None
+    config = msgspec.convert(extra_config, PDConfig)
+    for index, url in enumerate(config.prefillers):
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ConfigError(
+                f"{ROOT}.prefillers[{index}] = {url!r} is refused: it must be a base URL such as http://10.0.0.7:8100"
+            )
+    return msgspec.structs.replace(config, prefillers=[url.rstrip("/") for url in config.prefillers])
+
+
+def explain() -> str:
+    """Every key with its default, range and meaning, one paragraph each."""
+    return "\n".join(_allowed(field.name) for field in msgspec.structs.fields(PDConfig))
+
+
+def _allowed(key: str) -> str:
+    field = next(f for f in msgspec.structs.fields(PDConfig) if f.name == key)
+    default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    hint = get_type_hints(PDConfig, include_extras=True)[key]
+    bounds: list[str] = []
+    description = ""
+    while get_origin(hint) is Annotated:
+        hint, *metas = get_args(hint)
+        for meta in metas:
+            description = description or (meta.description or "")
+            bounds += [f"{op} {limit}" for op, limit in _limits(meta)]
+    kind = " or ".join(repr(c) for c in get_args(hint)) if get_origin(hint) is Literal else _name(hint)
+    return f"{key}: {kind}{' ' + ', '.join(bounds) if bounds else ''}; default {default!r}. {description}"
+
+
+def _limits(meta: Meta) -> list[tuple[str, float | int]]:
+    pairs = ((">", meta.gt), (">=", meta.ge), ("<", meta.lt), ("<=", meta.le), ("length >=", meta.min_length))
+    return [(op, limit) for op, limit in pairs if limit is not None]
+
+
+def _name(hint: Any) -> str:
+    return (
+        hint.__name__
+        if isinstance(hint, type) and not get_args(hint)
+        else str(hint).replace("vllm_pd_connector.config.", "")
+    )
+
+
+def _without_path(text: str) -> str:
+    return text.split(" - at `")[0]

@@ -1,0 +1,91 @@
+"""The KV messenger: the one thread of a worker that owns the transport, drives it, and sleeps when there is nothing to do.
+
+    model thread ──submit──▶ inbox ──▶ messenger ──▶ writer / receiver ──▶ transport
+    fence server ──submit──▶   ▲
+    layer hook  ──wake──────────┘
+
+Woken by: `submit`, `wake`. While a write is in flight or pages are expected it polls with a pause; otherwise it waits
+without a time-out, so an idle worker uses no CPU (law 15).
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from logging import getLogger
+from typing import Protocol
+
+logger = getLogger(__name__)
+
+STOP_TIMEOUT_S = 5.0
+"""Seconds `stop` waits for the thread; vLLM kills a worker that hangs in shutdown."""
+
+
+class Duty(Protocol):
+    """Something the messenger drives. All methods run on the messenger thread."""
+
+    @property
+    def is_busy(self) -> bool:
+        """It must be driven again soon."""
+        ...
+
+    def advance(self) -> None:
+        """Do what can be done without waiting."""
+        ...
+
+
+class Messenger:
+    """The thread. `duties` are advanced in order, once per turn.
+
+    Args:
+        duties: writer and receiver.
+        pause_s: seconds between turns while one of them is busy.
+    """
+
+    def __init__(self, duties: list[Duty], pause_s: float) -> None:
+        self._duties = duties
+        self._pause_s = pause_s
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="pd-messenger", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, action: Callable[[], None]) -> None:
+        """Run an action on the messenger thread, in order of submission. Any thread; never blocks."""
+        self._inbox.append(action)
+        self._wake.set()
+
+    def wake(self) -> None:
+        """Have the duties advanced now. Any thread; about a microsecond."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End the thread after its current turn; returns within `STOP_TIMEOUT_S`."""
+        self._is_stopping = True
+        self._wake.set()
+        self._thread.join(STOP_TIMEOUT_S)
+
+    def turn(self) -> bool:
+        """Carry out the inbox and advance each duty once; True when one is busy. For tests without a thread."""
+        while self._inbox:
+            self._guarded(self._inbox.popleft())
+        for duty in self._duties:
+            self._guarded(duty.advance)
+        return any(duty.is_busy for duty in self._duties)
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            is_busy = self.turn()
+            self._wake.wait(self._pause_s if is_busy else None)
+            self._wake.clear()
+
+    @staticmethod
+    def _guarded(action: Callable[[], None]) -> None:
+        # One of the two blanket excepts of the package: this thread serves every request of the rank. What failed keeps
+        # its deadlines, so its request ends in a local prefill.
+        try:
+            action()
+        except Exception:
+            logger.exception("event=messenger_error the transfer concerned will run into its deadline")

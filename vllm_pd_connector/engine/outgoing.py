@@ -1,0 +1,51 @@
+"""One transfer as a prefiller rank sees it: its state, what is not yet posted, what is in flight, who waits for silence."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from vllm_pd_connector.lifecycle.outgoing import OUTGOING_TABLE, OutgoingCommand, OutgoingEvent, OutgoingState
+from vllm_pd_connector.lifecycle.table import step
+from vllm_pd_connector.transport.base import Peer
+
+WhenQuiet = Callable[[int], None]
+"""Called once with the units written, on the messenger thread."""
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """owned by: Writer, on the messenger thread.
+
+    Attributes:
+        peer: the decoder rank; None when it could not be reached.
+        num_unposted: chunk writes handed out that still have layers to post.
+        num_in_flight: writes posted and not over.
+        report_as: request id to report as sent once quiet.
+    """
+
+    transfer_id: str
+    peer: Peer | None
+    state: OutgoingState = OutgoingState.OPEN
+    num_unposted: int = 0
+    num_in_flight: int = 0
+    seq: int = 0
+    units: int = 0
+    report_as: str | None = None
+    waiters: list[WhenQuiet] = field(default_factory=list)
+
+    @property
+    def may_post(self) -> bool:
+        return self.state in (OutgoingState.OPEN, OutgoingState.CLOSING) and self.peer is not None
+
+    @property
+    def is_drained(self) -> bool:
+        return not self.num_unposted and not self.num_in_flight
+
+    def event(self, event: OutgoingEvent) -> None:
+        """Take a transition and carry out its command."""
+        self.state, commands = step(OUTGOING_TABLE, self.state, event)
+        if OutgoingCommand.DROP_UNPOSTED in commands:
+            self.num_unposted = 0
+
+    def next_seq(self) -> int:
+        self.seq += 1
+        return self.seq - 1

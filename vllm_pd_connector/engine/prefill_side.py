@@ -1,0 +1,224 @@
+"""The prefiller's half of the scheduler: takes reservations, says which pages each step completes, keeps pages until sent.
+
+owned by: EngineCore's main thread; nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from logging import getLogger
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+from vllm_pd_connector.engine import vllm_compat
+from vllm_pd_connector.engine.step import BeginTransfer, CloseTransfer, StepMetadata
+from vllm_pd_connector.errors import PDConnectorError, ProtocolError
+from vllm_pd_connector.plan.extent import Extent, completed_pages
+from vllm_pd_connector.plan.write import ChunkWrite
+from vllm_pd_connector.wire.messages import DispatchReply, HelloReply, Reservation
+from vllm_pd_connector.wire.transfer_params import REPLY, parse_params, to_params
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from vllm_pd_connector.telemetry.timeline import Timeline
+
+logger = getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Prefill:
+    """A request that computes pages for a decoder."""
+
+    request: Request
+    reservation: Reservation
+    extent: Extent
+    lease_end: float
+    sent_stop: int = 0
+    has_begun: bool = False
+    error: str = ""
+
+
+class PrefillSide:
+    """Args:
+    hello: what this prefiller answers to a greeting.
+    block_size: tokens per page.
+    max_tokens: longest prompt the engine takes.
+    timeline: moments.
+    clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        hello: HelloReply,
+        block_size: int,
+        timeline: Timeline,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._hello = hello
+        self._block_size = block_size
+        self._timeline = timeline
+        self._clock = clock
+        self._manager: KVCacheManager | None = None
+        self._prefills: dict[str, _Prefill] = {}
+        self._by_transfer: dict[str, str] = {}
+        self._replies: dict[str, DispatchReply] = {}
+        self._draining: set[str] = set()
+        self._closes: list[CloseTransfer] = []
+
+    def bind(self, manager: KVCacheManager) -> None:
+        self._manager = manager
+
+    def new_request(self, request: Request) -> bool:
+        """Take a greeting or a reservation; False when the request carries neither."""
+        try:
+            params = parse_params(request.kv_transfer_params)
+            if params.hello is not None:
+                self._answer_early(request, DispatchReply(hello=self._hello))
+                return True
+            if params.reservation is None:
+                return False
+            self._accept(request, params.reservation)
+        except PDConnectorError as error:
+            logger.warning("event=reservation_refused request=%s reason=%s", request.request_id, error)
+            stale = isinstance(error, _StaleGeneration)
+            reply = DispatchReply(error=str(error)[:4096], hello=self._hello if stale else None)
+            self._answer_early(request, reply)
+        return True
+
+    def plan(self, scheduler_output: SchedulerOutput, orders: StepMetadata) -> None:
+        """Add what this step completes, before it is computed."""
+        for request_id in scheduler_output.preempted_req_ids or ():
+            if prefill := self._prefills.get(request_id):
+                orders.preempted.append(prefill.reservation.transfer_id)
+        if self._prefills:
+            for request_id, computed in _computed_before(scheduler_output):
+                if prefill := self._prefills.get(request_id):
+                    after = computed + scheduler_output.num_scheduled_tokens[request_id]
+                    self._plan_one(prefill, after, orders)
+        orders.closes.extend(self._closes)
+        self._closes = []
+
+    def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """Whether vLLM must keep the request's blocks, and what its response carries."""
+        if (early := self._replies.pop(request.request_id, None)) is not None:
+            return False, to_params(REPLY, early)
+        prefill = self._prefills.pop(request.request_id, None)
+        if prefill is None:
+            return False, None
+        transfer_id = prefill.reservation.transfer_id
+        self._by_transfer.pop(transfer_id, None)
+        is_complete = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        self._closes.append(
+            CloseTransfer(
+                transfer_id=transfer_id,
+                request_id=request.request_id,
+                cancel=not is_complete or bool(prefill.error),
+                report=prefill.has_begun,
+            )
+        )
+        if prefill.has_begun:
+            self._draining.add(request.request_id)
+        self._timeline.mark(transfer_id, "prefill_finished", status=request.status.name)
+        pages = max(0, prefill.sent_stop - prefill.extent.first_page)
+        return prefill.has_begun, to_params(REPLY, DispatchReply(pages=pages, error=prefill.error))
+
+    def spoiled(self, transfer_id: str, reason: str) -> None:
+        """A worker could not write: the response will say so."""
+        if prefill := self._prefills.get(self._by_transfer.get(transfer_id, "")):
+            prefill.error = prefill.error or reason
+
+    def sent(self, request_id: str) -> None:
+        """Every rank is done with a finished request's blocks."""
+        self._draining.discard(request_id)
+
+    @property
+    def is_pending(self) -> bool:
+        """The engine must keep stepping although no request needs it."""
+        return bool(self._closes)
+
+    def gauges(self) -> dict[str, int]:
+        return {"draining_requests": len(self._draining)}
+
+    def _accept(self, request: Request, reservation: Reservation) -> None:
+        """Raises:
+        ProtocolError: the reservation does not fit this engine or this request.
+        """
+        num_pages = -(-request.num_prompt_tokens // self._block_size)
+        extent = Extent(first_page=reservation.first_page, num_pages=len(reservation.blocks))
+        if reservation.prefiller_generation != self._hello.generation:
+            raise _StaleGeneration("the prefiller was restarted since this decoder greeted it")
+        if len(reservation.ranks) != self._hello.shape.tensor_parallel_size:
+            raise ProtocolError(
+                f"tensor_parallel_size: the decoder has {len(reservation.ranks)}, "
+                f"this prefiller {self._hello.shape.tensor_parallel_size}; they must be equal in this release"
+            )
+        if extent.stop != num_pages:
+            raise ProtocolError(
+                f"pages {extent.first_page}..{extent.stop - 1} are reserved for a prompt of {request.num_prompt_tokens} "
+                f"tokens, which ends in page {num_pages - 1}"
+            )
+        if len(set(reservation.blocks)) != extent.num_pages:
+            raise ProtocolError("a block is reserved twice")
+        for rank in reservation.ranks:
+            rank.pages.check()
+            if max(reservation.blocks) >= rank.pages.num_blocks:
+                raise ProtocolError(f"block {max(reservation.blocks)} of a pool with {rank.pages.num_blocks} blocks")
+            if rank.pages.num_layers != len(self._hello.shape.layers.split()):
+                raise ProtocolError(f"{rank.pages.num_layers} layers there, another number here")
+        if reservation.transfer_id in self._by_transfer:
+            raise ProtocolError("this transfer is already being served")
+        self._prefills[request.request_id] = _Prefill(
+            request, reservation, extent, lease_end=self._clock() + reservation.lease_s
+        )
+        self._by_transfer[reservation.transfer_id] = request.request_id
+        self._timeline.mark(reservation.transfer_id, "received", tokens=request.num_prompt_tokens)
+
+    def _answer_early(self, request: Request, reply: DispatchReply) -> None:
+        vllm_compat.shorten_to_one_token(request)
+        self._replies[request.request_id] = reply
+
+    def _plan_one(self, prefill: _Prefill, computed_after: int, orders: StepMetadata) -> None:
+        assert self._manager is not None
+        if not prefill.has_begun:
+            prefill.has_begun = True
+            lease_s = max(0.0, prefill.lease_end - self._clock())
+            orders.begins.append(BeginTransfer(reservation=prefill.reservation, lease_s=lease_s))
+        positions = completed_pages(
+            prefill.extent,
+            sent_stop=prefill.sent_stop,
+            computed_tokens=computed_after,
+            num_tokens=prefill.request.num_prompt_tokens,
+            block_size=self._block_size,
+        )
+        if not positions:
+            return
+        prefill.sent_stop = positions.stop
+        src_blocks = self._manager.get_block_ids(prefill.request.request_id)[0]
+        first = prefill.extent.first_page
+        orders.writes.append(
+            ChunkWrite(
+                transfer_id=prefill.reservation.transfer_id,
+                src_blocks=tuple(src_blocks[positions.start : positions.stop]),
+                dst_blocks=tuple(prefill.reservation.blocks[positions.start - first : positions.stop - first]),
+            )
+        )
+        self._timeline.mark(
+            prefill.reservation.transfer_id, "chunk_scheduled", pages=len(positions), computed=computed_after
+        )
+
+
+class _StaleGeneration(ProtocolError):
+    """The decoder greeted an earlier process at this address."""
+
+
+def _computed_before(scheduler_output: SchedulerOutput) -> list[tuple[str, int]]:
+    """(request id, tokens computed before this step) of everything scheduled."""
+    new = [(r.req_id, r.num_computed_tokens) for r in scheduler_output.scheduled_new_reqs]
+    cached = scheduler_output.scheduled_cached_reqs
+    return new + list(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

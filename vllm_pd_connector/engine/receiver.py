@@ -1,0 +1,176 @@
+"""The decoder's receiver: counts what arrives for each request and says when it may run (laws 5, 6, 7)."""
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from logging import getLogger
+
+from vllm_pd_connector.engine.step import ExpectTransfer, HandBack
+from vllm_pd_connector.engine.writer import DIGEST_BYTES, page_digest
+from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.geometry.page_table import PageTable
+from vllm_pd_connector.ids import TransferId
+from vllm_pd_connector.lifecycle.completion import Arrival, CompletionTable
+from vllm_pd_connector.plan.expectation import expected_units
+from vllm_pd_connector.telemetry.counters import Tally
+from vllm_pd_connector.telemetry.timeline import Timeline
+from vllm_pd_connector.transport.base import Transport
+from vllm_pd_connector.wire.codec import decode_note
+from vllm_pd_connector.wire.messages import FailureNote, WriteNote
+
+logger = getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """A transfer this rank was told of. `is_reported`: vLLM has been given its one report (law 7)."""
+
+    request_id: str
+    is_reported: bool = False
+    is_spoiled: bool = False
+
+
+class Receiver:
+    """owned by: the messenger thread; `finished`, `failed` and `failures` are emptied by the model thread.
+
+    Args:
+        transport: the rank's endpoint.
+        pages: the rank's own pages.
+        rank: decoder rank.
+        dst_tp: decoder ranks.
+        num_kv_heads: over all ranks.
+        max_parked: transfers with early arrivals.
+        tally: counters.
+        timeline: moments.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        pages: PageTable,
+        *,
+        rank: int,
+        dst_tp: int,
+        num_kv_heads: int,
+        max_parked: int,
+        tally: Tally,
+        timeline: Timeline,
+    ) -> None:
+        self._transport = transport
+        self._pages = pages
+        self._rank = rank
+        self._dst_tp = dst_tp
+        self._num_kv_heads = num_kv_heads
+        self._counts = CompletionTable(max_parked)
+        self._incoming: dict[str, _Incoming] = {}
+        self._spoiled_early: OrderedDict[str, str] = OrderedDict()
+        self._max_parked = max_parked
+        self._tally = tally
+        self._timeline = timeline
+        self.finished: deque[str] = deque()
+        self.failed: deque[str] = deque()
+        self.failures: deque[tuple[str, str]] = deque()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._incoming)
+
+    def expect(self, order: ExpectTransfer) -> None:
+        """Count a transfer from now on; it may be complete at once."""
+        units = expected_units(
+            self._rank,
+            num_layers=self._pages.num_layers,
+            num_pages=order.num_pages,
+            src_tp=order.src_tp,
+            dst_tp=self._dst_tp,
+            num_kv_heads=self._num_kv_heads,
+        )
+        self._incoming[order.transfer_id] = _Incoming(order.request_id)
+        if reason := self._spoiled_early.pop(order.transfer_id, None):
+            self._spoil(order.transfer_id, reason)
+        if self._counts.expect(TransferId(order.transfer_id), units):
+            self._report_complete(order.transfer_id)
+
+    def hand_back(self, order: HandBack) -> None:
+        """Report a request that will not be completed, unless this rank has reported it already."""
+        incoming = self._incoming.get(order.transfer_id)
+        if incoming is None or incoming.is_reported:
+            return
+        incoming.is_reported = True
+        if order.failed:
+            self.failed.append(order.request_id)
+        self.finished.append(order.request_id)
+
+    def forget(self, transfer_id: str) -> None:
+        """The transfer is over: what still arrives for it is late."""
+        self._incoming.pop(transfer_id, None)
+        self._counts.forget(TransferId(transfer_id))
+        self._spoiled_early.pop(transfer_id, None)
+
+    def advance(self) -> None:
+        # Also without anything expected: a poll is cheap, and early arrivals must be taken in.
+        for frame in self._transport.notifications():
+            try:
+                note = decode_note(frame)
+            except ProtocolError as error:
+                self._tally.add("notes_refused")
+                logger.warning("event=note_refused rank=%d reason=%s", self._rank, error)
+                continue
+            if isinstance(note, WriteNote):
+                self._count(note)
+            else:
+                self._fail(note)
+
+    def _count(self, note: WriteNote) -> None:
+        if note.digests:
+            self._verify(note)
+        arrival = self._counts.arrive(TransferId(note.transfer_id), sender=note.sender, seq=note.seq, units=note.units)
+        if arrival is Arrival.LATE or arrival is Arrival.DUPLICATE:
+            self._tally.add("notes_late" if arrival is Arrival.LATE else "notes_duplicate")
+            return
+        self._tally.add("pages_arrived", note.units)
+        self._timeline.mark(note.transfer_id, "note_arrived", seq=note.seq, units=note.units, rank=self._rank)
+        if arrival is Arrival.REACHED:
+            self._report_complete(note.transfer_id)
+        elif arrival is Arrival.EXCESS:
+            self._tally.add("notes_refused")
+            self._spoil(note.transfer_id, f"prefiller rank {note.sender} reports more pages than were reserved")
+        elif arrival is Arrival.OVERFLOW:
+            logger.warning("event=parked_overflow rank=%d limit=max_parked", self._rank)
+
+    def _report_complete(self, transfer_id: str) -> None:
+        incoming = self._incoming.get(transfer_id)
+        if incoming is None or incoming.is_reported or incoming.is_spoiled:
+            return
+        incoming.is_reported = True
+        self._timeline.mark(transfer_id, "complete", rank=self._rank)
+        self.finished.append(incoming.request_id)
+
+    def _fail(self, note: FailureNote) -> None:
+        self._spoil(note.transfer_id, f"prefiller rank {note.sender}: {note.reason}")
+
+    def _spoil(self, transfer_id: str, reason: str) -> None:
+        """The pages cannot be trusted or will never be complete; the scheduler half decides what follows."""
+        incoming = self._incoming.get(transfer_id)
+        if incoming is None:
+            self._spoiled_early[transfer_id] = reason
+            while len(self._spoiled_early) > self._max_parked:
+                self._spoiled_early.popitem(last=False)
+        elif not incoming.is_spoiled:
+            incoming.is_spoiled = True
+            self.failures.append((transfer_id, reason))
+
+    def _verify(self, note: WriteNote) -> None:
+        pairs = [(layer, block) for layer in note.layers for block in note.blocks]
+        if len(pairs) * DIGEST_BYTES != len(note.digests) or not self._all_inside(pairs):
+            self._spoil(note.transfer_id, "the digests do not fit the pages they are said to be of")
+            return
+        for index, (layer, block) in enumerate(pairs):
+            digest = note.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+            if page_digest(self._transport.read_page(layer, block)) == digest:
+                self._tally.add("pages_verified")
+            else:
+                self._tally.add("pages_mismatched")
+                self._spoil(note.transfer_id, f"page (layer {layer}, block {block}) differs from the prefiller's")
+
+    def _all_inside(self, pairs: list[tuple[int, int]]) -> bool:
+        return all(la < self._pages.num_layers and b < self._pages.num_blocks for la, b in pairs)

@@ -1,0 +1,235 @@
+"""The worker half of one rank: registers the pages, hands each step's orders to the messenger, reports what is done.
+
+owned by: the worker's model thread, which never waits here except, within a bound, in `handle_preemptions`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import deque
+from logging import getLogger
+from typing import TYPE_CHECKING
+
+from vllm_pd_connector.control.fence_server import FenceServer
+from vllm_pd_connector.control.keys import load_key
+from vllm_pd_connector.engine import vllm_compat
+from vllm_pd_connector.engine.layer_signal import LayerSignal, make_signal
+from vllm_pd_connector.engine.messenger import Messenger
+from vllm_pd_connector.engine.receiver import Receiver
+from vllm_pd_connector.engine.step import RankHandshake, StepMetadata, WorkerReport
+from vllm_pd_connector.engine.writer import Writer
+from vllm_pd_connector.telemetry.counters import Tally
+from vllm_pd_connector.telemetry.timeline import open_timeline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from vllm_pd_connector.config import PDConfig
+    from vllm_pd_connector.transport.base import Transport
+
+logger = getLogger(__name__)
+
+PREEMPTION_WAIT_S = 2.0
+"""Seconds a step may wait for writes that read preempted pages; after that the transfer is failed, not the step."""
+
+
+class WorkerHalf:
+    """Args:
+    config: validated.
+    vllm_config: the engine's.
+    kv_cache_config: the engine's.
+    rank: tensor-parallel rank.
+    open_transport: makes the rank's transport from a unique name.
+    """
+
+    def __init__(
+        self,
+        config: PDConfig,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        *,
+        rank: int,
+        open_transport: Callable[[str], Transport],
+    ) -> None:
+        self._config = config
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._rank = rank
+        self._generation = secrets.token_hex(8)
+        self._open_transport = open_transport
+        self._tally = Tally()
+        role = str(vllm_config.kv_transfer_config.kv_role).removeprefix("kv_")
+        self._timeline = open_timeline(config.timeline_dir, f"worker-{role}-{rank}")
+        self._layers: dict[str, int] = {}
+        self._signal: LayerSignal | None = None
+        self._device_type = "cpu"
+        self._fences: FenceServer | None = None
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Register the pages, open the control port, start the messenger.
+
+        Raises:
+            UnsupportedEngine: the pages cannot be moved by this transport.
+            ConfigError: the control address or key is unusable.
+        """
+        spec = vllm_compat.check_engine(self._vllm_config, self._kv_cache_config)
+        names, self._pages, slot_bytes = vllm_compat.page_table(kv_caches, self._kv_cache_config.num_blocks)
+        self._layers = {name: index for index, name in enumerate(names)}
+        self._shape = vllm_compat.cache_shape(self._vllm_config, spec, names, slot_bytes)
+        self._device_type = next(iter(kv_caches.values())).device.type
+        self._transport = self._open_transport(f"pd-{self._generation}-{self._rank}")
+        self._transport.register(self._pages)
+        self._writer = Writer(
+            self._transport,
+            self._pages,
+            rank=self._rank,
+            verify=self._config.verify_pages,
+            tally=self._tally,
+            timeline=self._timeline,
+        )
+        self._receiver = Receiver(
+            self._transport,
+            self._pages,
+            rank=self._rank,
+            dst_tp=self._shape.tensor_parallel_size,
+            num_kv_heads=self._shape.num_kv_heads,
+            max_parked=self._config.max_parked,
+            tally=self._tally,
+            timeline=self._timeline,
+        )
+        self._messenger = Messenger([self._writer, self._receiver], self._config.poll_pause_s)
+        if self._vllm_config.kv_transfer_config.is_kv_producer:
+            self._fences = self._listen()
+            self._fences.start()
+        self._messenger.start()
+        logger.info(
+            "event=pages_registered rank=%d layers=%d blocks=%d page_bytes=%d bytes=%d control=%s",
+            self._rank,
+            self._pages.num_layers,
+            self._pages.num_blocks,
+            self._pages.page_bytes,
+            self._pages.size_bytes,
+            self._fences.endpoint if self._fences else "none",
+        )
+
+    def handshake(self) -> RankHandshake:
+        return RankHandshake(
+            descriptor=self._transport.descriptor(),
+            pages=self._pages,
+            shape=self._shape,
+            control=self._fences.endpoint if self._fences else "",
+            generation=self._generation,
+        )
+
+    def start_step(self, orders: StepMetadata) -> None:
+        """Hand the step's orders over, before its forward pass."""
+        self._signal = None
+        if orders.writes:
+            self._signal = make_signal(self._device_type, self._pages.num_layers)
+        if orders.expects or orders.hand_backs or orders.forgets or orders.begins or orders.writes or orders.closes:
+            signal = self._signal
+            self._messenger.submit(lambda: self._carry_out(orders, signal))
+
+    def layer_done(self, layer_name: str) -> None:
+        """The layer hook. Aliases that share another layer's cache are not in the table and are passed over."""
+        if self._signal is None:
+            return
+        layer = self._layers.get(layer_name)
+        if layer is not None:
+            self._signal.bump(layer)
+            self._messenger.wake()
+
+    def end_step(self) -> None:
+        """The forward pass, drafter included, is over: what no hook announced goes out now."""
+        if self._signal is not None:
+            self._signal.finish()
+            self._messenger.wake()
+            self._signal = None
+
+    def handle_preemptions(self, transfer_ids: list[str]) -> None:
+        """Wait, within a bound, until nothing in flight reads the pages that this step may overwrite (law 2)."""
+        if not transfer_ids:
+            return
+        drained = threading.Event()
+        self._messenger.submit(lambda: self._writer.drain(transfer_ids, drained.set))
+        if not drained.wait(PREEMPTION_WAIT_S):
+            reason = f"its pages were preempted while a write of them took more than {PREEMPTION_WAIT_S:g} s"
+            self._messenger.submit(lambda: self._writer.abandon(transfer_ids, reason))
+
+    def take_results(self) -> tuple[set[str], set[str], set[str]]:
+        """(sent, received, failed among the received), each request once."""
+        failed = _drain(self._receiver.failed)
+        return _drain(self._writer.sent), _drain(self._receiver.finished), failed
+
+    def take_report(self) -> WorkerReport | None:
+        failures = dict(_drain_pairs(self._writer.failures) + _drain_pairs(self._receiver.failures))
+        return WorkerReport(failures=failures) if failures else None
+
+    def take_stats(self) -> dict[str, dict[str, int]] | None:
+        counters = self._tally.take()
+        return {"counters": counters, "gauges": {}} if counters else None
+
+    def shutdown(self) -> None:
+        """Stop listening, then posting, then give the memory back. Idempotent."""
+        if self._fences is not None:
+            self._fences.close()
+            self._fences = None
+        if self._layers:
+            self._messenger.stop()
+            self._transport.close()
+            self._layers = {}
+        self._timeline.close()
+
+    def _carry_out(self, orders: StepMetadata, signal: LayerSignal | None) -> None:
+        for expect in orders.expects:
+            self._receiver.expect(expect)
+        for hand_back in orders.hand_backs:
+            self._receiver.hand_back(hand_back)
+        for transfer_id in orders.forgets:
+            self._receiver.forget(transfer_id)
+        for begin in orders.begins:
+            self._writer.begin(begin)
+        if signal is not None:
+            self._writer.start_step(orders.writes, signal)
+        for close in orders.closes:
+            self._writer.close(close)
+
+    def _listen(self) -> FenceServer:
+        parallel = self._vllm_config.parallel_config
+        port = self._config.control_port
+        if port:
+            port += parallel.data_parallel_index * parallel.tensor_parallel_size + self._rank
+        key = load_key(self._config.control_key_file)
+        if key is None and not self._config.advertise_host.startswith(("127.", "localhost", "::1")):
+            logger.warning(
+                "event=control_open host=%s anyone who reaches this port can stop transfers; set control_key_file",
+                self._config.advertise_host,
+            )
+        return FenceServer(
+            self._config.advertise_host,
+            port,
+            generation=self._generation,
+            key=key,
+            on_fence=lambda transfer_id, answer: self._messenger.submit(
+                lambda: self._writer.fence(transfer_id, answer)
+            ),
+        )
+
+
+def _drain(queue: deque[str]) -> set[str]:
+    taken: set[str] = set()
+    while queue:
+        taken.add(queue.popleft())
+    return taken
+
+
+def _drain_pairs(queue: deque[tuple[str, str]]) -> list[tuple[str, str]]:
+    taken: list[tuple[str, str]] = []
+    while queue:
+        taken.append(queue.popleft())
+    return taken

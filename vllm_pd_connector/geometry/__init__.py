@@ -1,0 +1,1 @@
+"""Where bytes live: page layouts, registered regions, head ownership. Pure."""

@@ -1,0 +1,1 @@
+"""What state everything is in: transition tables, completion counters, deadlines. Pure; time is an argument."""

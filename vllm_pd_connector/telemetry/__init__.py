@@ -1,0 +1,1 @@
+"""What can be observed: counters, gauges, and each request's timeline."""

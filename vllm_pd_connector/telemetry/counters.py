@@ -1,0 +1,57 @@
+"""Names of everything counted, and a thread-safe tally that is emptied into vLLM's stats each step."""
+
+import threading
+from collections import Counter
+
+COUNTERS: dict[str, str] = {
+    "dispatched": "Requests dispatched to a prefiller.",
+    "released": "Requests whose pages all arrived.",
+    "prefilled_locally": "Requests for which a prefiller was configured but that were prefilled on the decoder.",
+    "failed": "Remote prefills given up, whatever the reason.",
+    "aborted": "Requests whose client left while they were held.",
+    "refused_params": "Requests refused for their kv_transfer_params.",
+    "pages_written": "Page slices written to decoders.",
+    "bytes_written": "Bytes written to decoders.",
+    "writes": "Writes posted.",
+    "write_failures": "Writes that failed.",
+    "transfers_cancelled": "Transfers stopped on the prefiller before their last page.",
+    "pages_arrived": "Page slices counted on this decoder.",
+    "pages_verified": "Pages whose digest matched after arrival.",
+    "pages_mismatched": "Pages whose digest did not match: the transfer was failed.",
+    "notes_late": "Notifications for transfers that were already over.",
+    "notes_duplicate": "Notifications received twice.",
+    "notes_refused": "Notifications that could not be decoded or counted more than was expected.",
+    "fences_lifted": "Page sets given back because every prefiller rank confirmed that it is quiet.",
+    "fences_expired": "Page sets given back because a quarantine ended without confirmation.",
+}
+"""Counter name to help text; exported as `vllm:pd_<name>_total`."""
+
+GAUGES: dict[str, str] = {
+    "held_requests": "Requests held for a prefiller.",
+    "held_pages": "Blocks reserved for held requests.",
+    "fenced_pages": "Blocks kept from reuse until their writers are known to be quiet.",
+    "draining_requests": "Prefills whose blocks wait for posted writes to finish.",
+    "prefillers_usable": "Prefillers that greeted this decoder and have not been lost since.",
+}
+"""Gauge name to help text; exported as `vllm:pd_<name>`."""
+
+
+class Tally:
+    """Counts since the last `take`. Any thread may add; one thread takes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def add(self, name: str, amount: int = 1) -> None:
+        """Raise a counter of `COUNTERS`."""
+        with self._lock:
+            self._counts[name] += amount
+
+    def take(self) -> dict[str, int]:
+        """The counts so far; they start again from zero. Cheap when nothing was counted."""
+        if not self._counts:
+            return {}
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        return dict(counts)

@@ -1,0 +1,1 @@
+"""Tools for tests, examples and the demo that are of use outside this repository too. Never imports vLLM."""

@@ -1,0 +1,99 @@
+"""The seam between planning and the network. Above it nobody knows what is below.
+
+One thread, the messenger, calls everything except `register`, which runs once before that thread starts.
+"""
+
+from enum import Enum, auto
+from typing import Protocol
+
+from vllm_pd_connector.geometry.page_table import PageTable
+from vllm_pd_connector.plan.write import BoundWrite
+
+
+class WriteStatus(Enum):
+    """Where a posted write is. DONE: its bytes are at the destination and its note was sent after them."""
+
+    POSTED = auto()
+    DONE = auto()
+    FAILED = auto()
+
+
+class Peer(Protocol):
+    """A connected remote rank. Made by `Transport.connect`; opaque to callers."""
+
+    @property
+    def pages(self) -> PageTable:
+        """The remote rank's pages."""
+        ...
+
+
+class WriteHandle(Protocol):
+    """A posted write. Made by `Transport.post_write`; opaque to callers."""
+
+
+class Transport(Protocol):
+    """One rank's endpoint."""
+
+    def register(self, pages: PageTable) -> None:
+        """Make the rank's own pages readable and writable by peers. Called once.
+
+        Raises:
+            UnsupportedEngine: the backend cannot register this memory.
+        """
+        ...
+
+    def descriptor(self) -> bytes:
+        """What a peer needs to `connect`; under 1 KiB for NIXL with one region."""
+        ...
+
+    def connect(self, descriptor: bytes, pages: PageTable) -> Peer:
+        """Reach a rank by its descriptor; the same descriptor again gives a fresh peer for the same rank.
+
+        Raises:
+            PeerLost: the descriptor is not usable.
+        """
+        ...
+
+    def post_write(self, peer: Peer, write: BoundWrite, note: bytes) -> WriteHandle:
+        """Start copying local pages into the peer's; `note` is delivered once, after the bytes.
+
+        Raises:
+            PeerLost: the peer is gone; nothing was posted.
+        """
+        ...
+
+    def poll(self, handle: WriteHandle) -> WriteStatus:
+        """Drive a write and say where it is. The note is only sent by such a call, so keep polling until it is over."""
+        ...
+
+    def release(self, handle: WriteHandle) -> bool:
+        """Give a handle back, cancelling the write if it is still posted; False when it could not be cancelled."""
+        ...
+
+    def notify(self, peer: Peer, note: bytes) -> None:
+        """Send a note without bytes.
+
+        Raises:
+            PeerLost: it cannot be sent.
+        """
+        ...
+
+    def notifications(self) -> list[bytes]:
+        """Notes that arrived since the last call, in order for each sender. Also drives incoming writes."""
+        ...
+
+    def read_page(self, layer: int, block: int) -> bytes:
+        """A copy of one local page, for digests.
+
+        Raises:
+            UnsupportedEngine: the memory cannot be read by the CPU.
+        """
+        ...
+
+    def disconnect(self, peer: Peer) -> None:
+        """Drop a peer; writes to it fail from now on."""
+        ...
+
+    def close(self) -> None:
+        """Deregister and stop. Idempotent."""
+        ...

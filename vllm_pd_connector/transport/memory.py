@@ -1,0 +1,130 @@
+"""A transport inside one process: real addresses, real copies, no network. Shipped for tests, examples and benchmarks.
+
+Writes are asynchronous on purpose: a write posted stays POSTED until it was polled `polls_per_write` times, so code
+that treats posting as completion fails here as it would on a NIC.
+"""
+
+import ctypes
+from collections import deque
+from dataclasses import dataclass, field
+
+from vllm_pd_connector.errors import PeerLost
+from vllm_pd_connector.geometry.page_table import PageTable
+from vllm_pd_connector.plan.write import BoundWrite
+from vllm_pd_connector.transport.base import WriteStatus
+
+
+class MemoryFabric:
+    """The network: transports that can reach each other by name."""
+
+    def __init__(self) -> None:
+        self._endpoints: dict[str, MemoryTransport] = {}
+
+    def join(self, name: str, transport: "MemoryTransport") -> None:
+        self._endpoints[name] = transport
+
+    def leave(self, name: str) -> None:
+        self._endpoints.pop(name, None)
+
+    def find(self, name: str) -> "MemoryTransport | None":
+        return self._endpoints.get(name)
+
+
+@dataclass(slots=True)
+class MemoryPeer:
+    name: str
+    pages: PageTable
+    is_connected: bool = True
+
+
+@dataclass(slots=True)
+class MemoryWrite:
+    peer: MemoryPeer
+    write: BoundWrite
+    note: bytes
+    polls_left: int
+    status: WriteStatus = WriteStatus.POSTED
+
+
+@dataclass
+class MemoryTransport:
+    """One endpoint of a `MemoryFabric`.
+
+    Args:
+        fabric: the network it joins.
+        name: unique on the fabric.
+        polls_per_write: polls until a write is done; 0 completes it inside `post_write`.
+    """
+
+    fabric: MemoryFabric
+    name: str
+    polls_per_write: int = 1
+    pages: PageTable | None = None
+    _inbox: deque[bytes] = field(default_factory=deque)
+
+    def register(self, pages: PageTable) -> None:
+        self.pages = pages
+        self.fabric.join(self.name, self)
+
+    def descriptor(self) -> bytes:
+        return self.name.encode()
+
+    def connect(self, descriptor: bytes, pages: PageTable) -> MemoryPeer:
+        name = descriptor.decode(errors="replace")
+        if self.fabric.find(name) is None:
+            raise PeerLost(f"no endpoint {name!r} on this fabric")
+        return MemoryPeer(name, pages)
+
+    def post_write(self, peer: MemoryPeer, write: BoundWrite, note: bytes) -> MemoryWrite:
+        if not peer.is_connected or self.fabric.find(peer.name) is None:
+            raise PeerLost(f"endpoint {peer.name!r} has left")
+        handle = MemoryWrite(peer, write, note, self.polls_per_write)
+        if not handle.polls_left:
+            self._finish(handle)
+        return handle
+
+    def poll(self, handle: MemoryWrite) -> WriteStatus:
+        if handle.status is WriteStatus.POSTED:
+            handle.polls_left -= 1
+            if handle.polls_left <= 0:
+                self._finish(handle)
+        return handle.status
+
+    def release(self, handle: MemoryWrite) -> bool:
+        if handle.status is WriteStatus.POSTED:
+            handle.status = WriteStatus.FAILED
+        return True
+
+    def notify(self, peer: MemoryPeer, note: bytes) -> None:
+        target = self.fabric.find(peer.name) if peer.is_connected else None
+        if target is None:
+            raise PeerLost(f"endpoint {peer.name!r} has left")
+        target._inbox.append(note)
+
+    def notifications(self) -> list[bytes]:
+        notes = list(self._inbox)
+        self._inbox.clear()
+        return notes
+
+    def read_page(self, layer: int, block: int) -> bytes:
+        assert self.pages is not None
+        return ctypes.string_at(self.pages.address(layer, block), self.pages.page_bytes)
+
+    def disconnect(self, peer: MemoryPeer) -> None:
+        peer.is_connected = False
+
+    def close(self) -> None:
+        self.fabric.leave(self.name)
+
+    def _finish(self, handle: MemoryWrite) -> None:
+        target = self.fabric.find(handle.peer.name) if handle.peer.is_connected else None
+        if target is None:
+            handle.status = WriteStatus.FAILED
+            return
+        assert self.pages is not None
+        src_table, dst_table = self.pages, handle.peer.pages
+        for src, dst in zip(handle.write.src_pages.tolist(), handle.write.dst_pages.tolist(), strict=True):
+            source = src_table.address(*divmod(src, src_table.num_blocks))
+            ctypes.memmove(dst_table.address(*divmod(dst, dst_table.num_blocks)), source, src_table.page_bytes)
+        target._inbox.append(handle.note)
+        handle.status = WriteStatus.DONE

@@ -1,0 +1,151 @@
+"""Pages over NIXL: the only module that imports nixl.
+
+The agent runs without NIXL's progress thread, which would burn one core for each idle rank (law 15); whoever posts
+polls, because NIXL sends a write's notification from that poll and nowhere else.
+"""
+
+import ctypes
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t, nixlBind
+
+from vllm_pd_connector.errors import PeerLost, UnsupportedEngine
+from vllm_pd_connector.geometry.page_table import PageTable
+from vllm_pd_connector.plan.write import BoundWrite
+from vllm_pd_connector.transport.base import WriteStatus
+
+_STATUS = {"DONE": WriteStatus.DONE, "PROC": WriteStatus.POSTED, "ERR": WriteStatus.FAILED}
+
+NIXL_ERRORS: tuple[type[Exception], ...] = tuple(
+    kind
+    for name, kind in vars(nixlBind).items()
+    if name.startswith("nixl") and isinstance(kind, type) and issubclass(kind, Exception)
+)
+"""Every exception of the binding. They have no common base below `Exception`, so they are collected by name."""
+
+_unique = itertools.count()
+
+
+@dataclass(slots=True)
+class NixlPeer:
+    """A loaded remote agent and its prepared descriptor list."""
+
+    name: str
+    pages: PageTable
+    dlist: Any
+
+
+@dataclass(slots=True)
+class NixlWrite:
+    """A transfer request; `status` stays once it is over."""
+
+    handle: Any
+    status: WriteStatus
+
+
+class NixlTransport:
+    """One NIXL agent. owned by: the messenger thread, after `register`.
+
+    Args:
+        name: unique among all agents that ever meet; carries the process generation.
+        backend: NIXL backend name.
+
+    Raises:
+        UnsupportedEngine: NIXL has no such backend or it does not load.
+    """
+
+    def __init__(self, name: str, backend: str = "UCX") -> None:
+        config = nixl_agent_config(
+            enable_prog_thread=False, backends=[], sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        )
+        try:
+            self._agent = nixl_agent(f"{name}-{next(_unique)}", config)
+            self._agent.create_backend(backend, {})
+        except NIXL_ERRORS as error:
+            raise UnsupportedEngine(f"NIXL backend {backend} does not start: {error!r}. Set nixl_backend.") from error
+        self._pages: PageTable | None = None
+        self._registration: Any = None
+        self._dlist: Any = None
+
+    def register(self, pages: PageTable) -> None:
+        try:
+            self._registration = self._agent.register_memory(
+                [(pages.base, pages.size_bytes, pages.device_id, "")], pages.memory
+            )
+            self._dlist = self._prepare("NIXL_INIT_AGENT", pages)
+        except NIXL_ERRORS as error:
+            raise UnsupportedEngine(
+                f"NIXL cannot register {pages.size_bytes} B of {pages.memory}: {error!r}"
+            ) from error
+        self._pages = pages
+
+    def descriptor(self) -> bytes:
+        return self._agent.get_agent_metadata()
+
+    def connect(self, descriptor: bytes, pages: PageTable) -> NixlPeer:
+        try:
+            name = self._agent.add_remote_agent(descriptor)
+            name = name.decode() if isinstance(name, bytes) else name
+            return NixlPeer(name, pages, self._prepare(name, pages))
+        except NIXL_ERRORS as error:
+            raise PeerLost(f"agent descriptor of {len(descriptor)} B is not usable: {error!r}") from error
+
+    def post_write(self, peer: NixlPeer, write: BoundWrite, note: bytes) -> NixlWrite:
+        try:
+            handle = self._agent.make_prepped_xfer(
+                "WRITE", self._dlist, write.src_pages, peer.dlist, write.dst_pages, note
+            )
+            return NixlWrite(handle, _STATUS[self._agent.transfer(handle, note)])
+        except NIXL_ERRORS as error:
+            raise PeerLost(f"write to {peer.name}: {error!r}") from error
+
+    def poll(self, handle: NixlWrite) -> WriteStatus:
+        if handle.status is WriteStatus.POSTED:
+            try:
+                handle.status = _STATUS[self._agent.check_xfer_state(handle.handle)]
+            except NIXL_ERRORS:
+                handle.status = WriteStatus.FAILED
+        return handle.status
+
+    def release(self, handle: NixlWrite) -> bool:
+        try:
+            handle.handle.release()
+        except NIXL_ERRORS:
+            return False
+        return True
+
+    def notify(self, peer: NixlPeer, note: bytes) -> None:
+        try:
+            self._agent.send_notif(peer.name, note)
+        except NIXL_ERRORS as error:
+            raise PeerLost(f"notification to {peer.name}: {error!r}") from error
+
+    def notifications(self) -> list[bytes]:
+        return [note for notes in self._agent.get_new_notifs().values() for note in notes]
+
+    def read_page(self, layer: int, block: int) -> bytes:
+        assert self._pages is not None
+        if self._pages.memory != "DRAM":
+            raise UnsupportedEngine("verify_pages reads pages with the CPU; this KV cache is in device memory")
+        return ctypes.string_at(self._pages.address(layer, block), self._pages.page_bytes)
+
+    def disconnect(self, peer: NixlPeer) -> None:
+        try:
+            peer.dlist.release()
+            self._agent.remove_remote_agent(peer.name)
+        except NIXL_ERRORS:
+            pass  # already gone: that is what was asked for
+
+    def close(self) -> None:
+        if self._registration is None:
+            return
+        self._dlist.release()
+        self._agent.deregister_memory(self._registration)
+        self._registration = None
+
+    def _prepare(self, agent_name: str, pages: PageTable) -> Any:
+        rows = np.asarray(pages.rows(), dtype=np.uint64)
+        return self._agent.prep_xfer_dlist(agent_name, rows, pages.memory)

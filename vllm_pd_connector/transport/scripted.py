@@ -1,0 +1,90 @@
+"""Any transport, with faults by operation number: the n-th write is lost, fails, hangs or hits a wrong page.
+
+Scripted by number and not by chance, so that a failing test fails again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from vllm_pd_connector.geometry.page_table import PageTable
+from vllm_pd_connector.plan.write import BoundWrite
+from vllm_pd_connector.transport.base import Transport, WriteStatus
+
+Action = Literal["wrong_page", "drop", "fail", "hang"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedFault:
+    """`count` writes from the `nth` on suffer `action`.
+
+    wrong_page: the first page carries the bytes of another one, and nobody is told.
+    drop: nothing is written, and the sender believes it was.
+    fail: the write ends as FAILED.
+    hang: the write stays POSTED until it is released.
+    """
+
+    action: Action
+    nth: int
+    count: int = 1
+
+
+@dataclass(slots=True)
+class _Stuck:
+    status: WriteStatus
+
+
+class ScriptedTransport:
+    """Wraps a transport. owned by: as the wrapped one."""
+
+    def __init__(self, inner: Transport, faults: Sequence[ScriptedFault]) -> None:
+        self._inner = inner
+        self._faults = {fault.nth + i: fault.action for fault in faults for i in range(fault.count)}
+        self._num_writes = 0
+
+    def post_write(self, peer: Any, write: BoundWrite, note: bytes) -> Any:
+        action = self._faults.get(self._num_writes)
+        self._num_writes += 1
+        if action == "wrong_page":
+            other = np.array(write.src_pages, copy=True)
+            other[0] = other[-1] if other[-1] != other[0] else other[0] + 1
+            return self._inner.post_write(peer, BoundWrite(src_pages=other, dst_pages=write.dst_pages), note)
+        if action == "drop":
+            return _Stuck(WriteStatus.DONE)
+        if action == "fail":
+            return _Stuck(WriteStatus.FAILED)
+        if action == "hang":
+            return _Stuck(WriteStatus.POSTED)
+        return self._inner.post_write(peer, write, note)
+
+    def poll(self, handle: Any) -> WriteStatus:
+        return handle.status if isinstance(handle, _Stuck) else self._inner.poll(handle)
+
+    def release(self, handle: Any) -> bool:
+        return True if isinstance(handle, _Stuck) else self._inner.release(handle)
+
+    def register(self, pages: PageTable) -> None:
+        self._inner.register(pages)
+
+    def descriptor(self) -> bytes:
+        return self._inner.descriptor()
+
+    def connect(self, descriptor: bytes, pages: PageTable) -> Any:
+        return self._inner.connect(descriptor, pages)
+
+    def notify(self, peer: Any, note: bytes) -> None:
+        self._inner.notify(peer, note)
+
+    def notifications(self) -> list[bytes]:
+        return self._inner.notifications()
+
+    def read_page(self, layer: int, block: int) -> bytes:
+        return self._inner.read_page(layer, block)
+
+    def disconnect(self, peer: Any) -> None:
+        self._inner.disconnect(peer)
+
+    def close(self) -> None:
+        self._inner.close()

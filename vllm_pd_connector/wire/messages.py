@@ -1,0 +1,164 @@
+"""Every message one engine sends another. Pure.
+
+Evolution: new fields last and with defaults, types never change, unknown fields are ignored; anything else is a new
+protocol version.
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from vllm_pd_connector.geometry.page_table import PageTable
+from vllm_pd_connector.wire.compatibility import CacheShape
+
+Hex32 = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+Hex16 = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+ShortText = Annotated[str, Meta(min_length=1, max_length=512)]
+Duration = Annotated[float, Meta(gt=0, le=86_400)]
+
+MAX_RANKS = 1024
+MAX_PAGES = 1 << 20
+
+
+class DecoderRank(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one decoder rank's pages are and how to reach them.
+
+    Attributes:
+        descriptor: the transport's serialised agent, base64.
+        pages: the rank's registered pages.
+    """
+
+    descriptor: Annotated[str, Meta(max_length=1 << 20)]
+    pages: PageTable
+
+
+class Reservation(msgspec.Struct, frozen=True, kw_only=True):
+    """What a decoder asks of a prefiller for one request: `kv_transfer_params["pd_reservation"]` of the dispatch.
+
+    Attributes:
+        protocol: version of this message.
+        transfer_id: fresh and unguessable.
+        decoder: engine id of the decoder.
+        decoder_generation: its process.
+        prefiller_generation: the process the decoder greeted; another one refuses.
+        first_page: position in the prompt of the first page to write.
+        blocks: decoder block of each page, in prompt order.
+        lease_s: seconds from receipt after which the prefiller must have stopped writing.
+        ranks: the decoder's workers in rank order.
+    """
+
+    protocol: int
+    transfer_id: Hex32
+    decoder: ShortText
+    decoder_generation: Hex16
+    prefiller_generation: Hex16
+    first_page: Count
+    blocks: Annotated[list[Positive], Meta(min_length=1, max_length=MAX_PAGES)]
+    lease_s: Duration
+    ranks: Annotated[list[DecoderRank], Meta(min_length=1, max_length=MAX_RANKS)]
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """A decoder greets a prefiller: `kv_transfer_params["pd_hello"]` of a one-token request."""
+
+    protocol: int
+    decoder: ShortText
+
+
+class ControlEndpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one prefiller rank takes fences, and which process that was."""
+
+    endpoint: ShortText
+    generation: Hex16
+
+
+class HelloReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The prefiller's answer to a hello.
+
+    Attributes:
+        engine: the prefiller's engine id.
+        generation: its process.
+        shape: what its pages look like.
+        controls: each rank's fence server, in rank order.
+    """
+
+    engine: ShortText
+    generation: Hex16
+    shape: CacheShape
+    controls: Annotated[list[ControlEndpoint], Meta(min_length=1, max_length=MAX_RANKS)]
+
+
+class DispatchReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The prefiller's answer to a dispatch: `kv_transfer_params["pd_reply"]` of the response.
+
+    Attributes:
+        pages: page positions handed to the writers; all of the reservation's unless `error` is set.
+        error: empty, or why nothing (more) will be written.
+    """
+
+    pages: Count = 0
+    error: Annotated[str, Meta(max_length=4096)] = ""
+    hello: HelloReply | None = None
+
+
+class WriteNote(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Travels with each write, and is delivered after its bytes.
+
+    Attributes:
+        transfer_id: which transfer.
+        sender: prefiller rank.
+        seq: number of the write within (transfer, sender).
+        units: page slices the write carried.
+        digests: empty, or 8 bytes for each unit, in the order of `layers` x `blocks`.
+        layers: layer indices written (with digests only).
+        blocks: decoder blocks written (with digests only).
+    """
+
+    transfer_id: Hex32
+    sender: Count
+    seq: Count
+    units: Positive
+    digests: bytes = b""
+    layers: list[Count] = []
+    blocks: list[Positive] = []
+
+
+class FailureNote(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """A prefiller rank gives a transfer up; counts as an answer for it, so that nobody waits (law 8)."""
+
+    transfer_id: Hex32
+    sender: Count
+    reason: Annotated[str, Meta(max_length=4096)]
+
+
+Note = WriteNote | FailureNote
+
+
+class Fence(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Decoder to a prefiller rank: stop writing this transfer, or never start, and say when nothing is in flight.
+
+    `generation` is the rank's own: a later process at the address cannot answer for it.
+    """
+
+    transfer_id: Hex32
+    generation: Hex16
+
+
+class Quiet(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """A prefiller rank has stopped a transfer and nothing it posted is in flight; `units` slices were written."""
+
+    transfer_id: Hex32
+    units: Count
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """One bad or foreign control frame costs this answer, nothing else (law 12)."""
+
+    reason: Annotated[str, Meta(max_length=4096)]
+    transfer_id: str = ""
+
+
+Control = Fence | Quiet | Refused
