@@ -1,5 +1,6 @@
-"""Sends held requests to prefillers over HTTP, greets prefillers, and asks them to go quiet. One thread, one event loop,
-one HTTP session for the life of the process.
+"""Sends held requests to prefillers over HTTP, greets prefillers, and asks them to go quiet.
+
+One thread, one event loop, one HTTP session for the life of the process.
 
 Nothing here blocks the engine: calls are posted to the loop, and what happened is collected from `events`.
 """

@@ -22,6 +22,7 @@ from vllm_pd_connector.engine.stats import PDPromMetrics, PDStats
 from vllm_pd_connector.engine.step import RankHandshake, StepMetadata, WorkerReport
 from vllm_pd_connector.engine.worker_half import WorkerHalf
 from vllm_pd_connector.errors import UnsupportedEngine
+from vllm_pd_connector.telemetry.log import adopt_vllm_logging
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +45,7 @@ class PDConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         assert vllm_config.kv_transfer_config is not None
+        adopt_vllm_logging()
         config = parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None

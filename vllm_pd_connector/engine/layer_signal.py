@@ -1,4 +1,7 @@
-"""How the writer learns that a layer's KV is in memory. The model thread pays one append, or one CUDA event (law 14)."""
+"""How the writer learns that a layer's KV is in memory.
+
+The model thread pays one append, or one CUDA event, per layer (law 14).
+"""
 
 import time
 from typing import Any, Protocol

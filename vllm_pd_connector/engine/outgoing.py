@@ -1,4 +1,4 @@
-"""One transfer as a prefiller rank sees it: its state, what is not yet posted, what is in flight, who waits for silence."""
+"""One transfer as a prefiller rank sees it: its state, what is unposted, what is in flight, who waits for silence."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The prefiller's half of the scheduler: takes reservations, says which pages each step completes, keeps pages until sent.
+"""The prefiller's half of the scheduler: takes reservations, says which pages a step completes, keeps them until sent.
 
 owned by: EngineCore's main thread; nothing here blocks.
 """
@@ -160,8 +160,8 @@ class PrefillSide:
             )
         if extent.stop != num_pages:
             raise ProtocolError(
-                f"pages {extent.first_page}..{extent.stop - 1} are reserved for a prompt of {request.num_prompt_tokens} "
-                f"tokens, which ends in page {num_pages - 1}"
+                f"pages {extent.first_page}..{extent.stop - 1} are reserved for a prompt of "
+                f"{request.num_prompt_tokens} tokens, which ends in page {num_pages - 1}"
             )
         if len(set(reservation.blocks)) != extent.num_pages:
             raise ProtocolError("a block is reserved twice")

@@ -1,4 +1,4 @@
-"""Our counters and gauges in vLLM's stats pipeline: from both halves through the engine to the API server's /metrics."""
+"""Our counters and gauges in vLLM's stats pipeline: from both halves through the engine to /metrics."""
 
 from __future__ import annotations
 

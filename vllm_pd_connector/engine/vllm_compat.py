@@ -59,8 +59,8 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Ful
     name = getattr(layout, "name", layout)
     if name not in (NEEDED_LAYOUT, "HND", None):
         raise UnsupportedEngine(
-            f"the attention backend resolved KV layout {name}; pages can be written directly only in {NEEDED_LAYOUT} (HND). "
-            "Unset VLLM_KV_CACHE_LAYOUT or choose another attention backend."
+            f"the attention backend resolved KV layout {name}; pages can be written directly only in "
+            f"{NEEDED_LAYOUT} (HND). Unset VLLM_KV_CACHE_LAYOUT or choose another attention backend."
         )
     specs = [kv_cache_config.kv_cache_groups[i].kv_cache_spec for i in kv_cache_config.transfer_group_ids]
     if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec):
@@ -182,7 +182,7 @@ def needs_only_tokens(request: Request) -> bool:
 
 
 def count_as_computed(request: Request, num_tokens: int) -> None:
-    """Take remotely prefilled tokens out of `usage.prompt_tokens_details.cached_tokens`: they were computed, not cached."""
+    """Take remotely prefilled tokens out of `usage...cached_tokens`: they were computed, not cached."""
     stats = request.prefill_stats
     if stats is not None and stats.num_cached_tokens >= num_tokens:
         stats.num_cached_tokens -= num_tokens

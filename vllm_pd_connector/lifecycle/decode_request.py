@@ -1,7 +1,8 @@
 """A decoder's request from reservation to release. Pure: the table is the program.
 
 Two rules. Every way out of a state that still has writers goes through FENCE, which takes over the pages (law 1), so
-the request itself never waits for a prefiller that will not answer (law 9). Every state that waits has a deadline (law 8).
+the request itself never waits for a prefiller that will not answer (law 9). Every state that waits has a deadline
+(law 8).
 """
 
 from enum import Enum, auto
@@ -73,4 +74,4 @@ DECODE_TABLE: Transitions[DecodeState, DecodeEvent, DecodeCommand] = {
 }
 
 RECLAIM_S = 30.0
-"""Seconds the workers may take to hand a request back. They do it in the next step; only a stuck forward pass is slower."""
+"""Seconds the workers may take to hand a request back: they do it in the next step unless a forward pass is stuck."""
