@@ -4,6 +4,7 @@ PDConnectorError
 ├── ConfigError            the operator, at start: a key, its value, what is allowed
 ├── UnsupportedEngine      the operator, at start: vLLM version, cache layout or model this release cannot serve
 ├── ProtocolError          whoever sent the message: it is malformed, oversized or of another version
+│   ├── OtherProtocol      the operator of both sides: one of them runs another release
 │   └── IncompatiblePeer   the operator of both sides: the fields in which the two servers differ
 ├── TransferError          nobody has to act; the request is retried or prefilled locally
 │   └── PeerLost           a prefiller or decoder is gone
@@ -26,6 +27,10 @@ class UnsupportedEngine(PDConnectorError):
 
 class ProtocolError(PDConnectorError):
     """A peer or client said something that cannot be understood; that message alone is refused."""
+
+
+class OtherProtocol(ProtocolError):
+    """A peer speaks another version of the protocol; it is answered, so that its operator learns why."""
 
 
 class IncompatiblePeer(ProtocolError):

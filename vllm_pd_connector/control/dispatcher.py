@@ -243,6 +243,8 @@ class Dispatcher:
                 self._report(transfer_id, DecodeEvent.ANSWERED)
                 return
             except _NotTaken as error:
+                if error.is_absent:
+                    self._lose(prefiller, str(error))
                 sent.hello = None
                 reason = str(error)
                 logger.warning("event=dispatch_not_taken transfer=%s prefiller=%s reason=%s", transfer_id, url, error)
@@ -278,8 +280,7 @@ class Dispatcher:
                     raise PeerLost(f"HTTP {response.status} from {prefiller.url}: {text}")
                 answer = await response.json()
         except aiohttp.ClientConnectorError as error:
-            self._lose(prefiller, str(error))
-            raise _NotTaken(str(error)) from None
+            raise _NotTaken(str(error), is_absent=True) from None
         except ValueError as error:
             raise ProtocolError(f"{prefiller.url} answered something that is not JSON: {error}") from None
         return parse_reply(answer.get("kv_transfer_params") if isinstance(answer, dict) else None)
@@ -312,7 +313,7 @@ class Dispatcher:
         """Stop using a prefiller until it has been greeted again."""
         prefiller.state, _ = step(PREFILLER_TABLE, prefiller.state, PrefillerEvent.GONE)
         prefiller.hello = None
-        self._complain(prefiller, f"event=prefiller_lost prefiller={prefiller.url} reason={reason}")
+        logger.warning("event=prefiller_lost prefiller=%s reason=%s", prefiller.url, reason)
         self._greet_later(prefiller, 0.0)
 
     def _greet_later(self, prefiller: _Prefiller, delay_s: float) -> None:
@@ -366,6 +367,10 @@ class Dispatcher:
 
 class _NotTaken(Exception):
     """The prefiller certainly did not take the request, so nobody writes for it."""
+
+    def __init__(self, reason: str, *, is_absent: bool = False) -> None:
+        super().__init__(reason)
+        self.is_absent = is_absent
 
 
 def _to_json(value: Any) -> str:

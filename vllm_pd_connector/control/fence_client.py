@@ -12,6 +12,12 @@ from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.wire.codec import MAX_CONTROL_BYTES, decode_control, encode
 from vllm_pd_connector.wire.messages import ControlEndpoint, Fence, Quiet
 
+PROBE_S = 1.0
+"""Seconds to wait for a connection that only shows whether anybody listens."""
+
+MARGIN_S = 2 * PROBE_S + 1.0
+"""Seconds beyond its time-out within which `FenceClient.ask` has answered for certain."""
+
 
 @dataclass(frozen=True, slots=True)
 class FenceOutcome:
@@ -39,7 +45,7 @@ class FenceClient:
         return FenceOutcome(is_quiet=False, is_dead=all(o.is_dead for o in troubled), reason=troubled[0].reason)
 
     async def _ask_one(self, endpoint: str, fence: bytes, timeout_s: float) -> FenceOutcome:
-        if await self._is_refused(endpoint, timeout_s):
+        if await self._is_refused(endpoint):
             return FenceOutcome(is_quiet=False, is_dead=True, reason=f"nobody listens at {endpoint} any more")
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
@@ -51,6 +57,8 @@ class FenceClient:
             await socket.send(fence)
             answer = decode_control(await asyncio.wait_for(socket.recv(), timeout_s))
         except TimeoutError:
+            if await self._is_refused(endpoint):
+                return FenceOutcome(is_quiet=False, is_dead=True, reason=f"{endpoint} died while it was asked")
             return FenceOutcome(is_quiet=False, reason=f"no answer from {endpoint} in {timeout_s:g} s")
         except (ProtocolError, zmq.ZMQError) as error:
             return FenceOutcome(is_quiet=False, reason=f"{endpoint}: {error}")
@@ -62,11 +70,11 @@ class FenceClient:
         return FenceOutcome(is_quiet=False, is_dead=True, reason=f"{endpoint}: {answer}")
 
     @staticmethod
-    async def _is_refused(endpoint: str, timeout_s: float) -> bool:
+    async def _is_refused(endpoint: str) -> bool:
         """ZMQ hides a refused connection behind its retries, and a refusal is how a dead process shows."""
         parts = urlsplit(endpoint)
         try:
-            _, writer = await asyncio.wait_for(asyncio.open_connection(parts.hostname, parts.port), timeout_s)
+            _, writer = await asyncio.wait_for(asyncio.open_connection(parts.hostname, parts.port), PROBE_S)
         except ConnectionRefusedError:
             return True
         except (OSError, TimeoutError):

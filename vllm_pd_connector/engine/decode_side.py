@@ -14,6 +14,7 @@ from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.control.dispatcher import Dispatch, FenceResult
+from vllm_pd_connector.control.fence_client import MARGIN_S
 from vllm_pd_connector.engine import vllm_compat
 from vllm_pd_connector.engine.step import ExpectTransfer, HandBack, StepMetadata
 from vllm_pd_connector.errors import ProtocolError
@@ -313,8 +314,8 @@ class DecodeSide:
         vllm_compat.pin_blocks(self._manager, held.blocks)
         self._fenced[held.transfer_id] = _Fenced(held.transfer_id, held.blocks, held.dispatched_at)
         self._dispatcher.fence(held.transfer_id)
-        # The dispatcher's answer is bounded by `fence_s`; this one catches a dispatcher that died.
-        self._deadlines.arm(_fence_key(held.transfer_id), self._clock() + 2 * self._config.fence_s)
+        # The dispatcher answers in time; this one catches a dispatcher that died.
+        self._deadlines.arm(_fence_key(held.transfer_id), self._clock() + self._config.fence_s + MARGIN_S)
 
     def _fence_answered(self, result: FenceResult) -> None:
         fenced = self._fenced.get(result.transfer_id)

@@ -1,4 +1,4 @@
-"""The KV messenger: the one thread of a worker that owns the transport, drives it, and sleeps when nothing is to be done.
+"""The KV messenger: the one thread of a worker that owns the transport, drives it, and sleeps when idle.
 
     model thread ──submit──▶ inbox ──▶ messenger ──▶ writer / receiver ──▶ transport
     fence server ──submit──▶   ▲

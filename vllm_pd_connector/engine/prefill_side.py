@@ -15,7 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_pd_connector.engine import vllm_compat
 from vllm_pd_connector.engine.step import BeginTransfer, CloseTransfer, StepMetadata
-from vllm_pd_connector.errors import PDConnectorError, ProtocolError
+from vllm_pd_connector.errors import OtherProtocol, PDConnectorError, ProtocolError
 from vllm_pd_connector.plan.extent import Extent, completed_pages
 from vllm_pd_connector.plan.write import ChunkWrite
 from vllm_pd_connector.wire.messages import DispatchReply, HelloReply, Reservation
@@ -78,6 +78,15 @@ class PrefillSide:
         """Take a greeting or a reservation; False when the request carries neither."""
         try:
             params = parse_params(request.kv_transfer_params)
+        except OtherProtocol as error:
+            self._refuse(request, error)
+            return True
+        except ProtocolError as error:
+            # No decoder of ours says such things: this is a client, and it gets an error and no answer.
+            logger.warning("event=request_refused request=%s reason=%s", request.request_id, error)
+            vllm_compat.fail_request(request, str(error))
+            return True
+        try:
             if params.hello is not None:
                 self._answer_early(request, DispatchReply(hello=self._hello))
                 return True
@@ -85,10 +94,7 @@ class PrefillSide:
                 return False
             self._accept(request, params.reservation)
         except PDConnectorError as error:
-            logger.warning("event=reservation_refused request=%s reason=%s", request.request_id, error)
-            stale = isinstance(error, _StaleGeneration)
-            reply = DispatchReply(error=str(error)[:4096], hello=self._hello if stale else None)
-            self._answer_early(request, reply)
+            self._refuse(request, error)
         return True
 
     def plan(self, scheduler_output: SchedulerOutput, orders: StepMetadata) -> None:
@@ -178,6 +184,12 @@ class PrefillSide:
         )
         self._by_transfer[reservation.transfer_id] = request.request_id
         self._timeline.mark(reservation.transfer_id, "received", tokens=request.num_prompt_tokens)
+
+    def _refuse(self, request: Request, error: PDConnectorError) -> None:
+        """Tell a decoder why its reservation is not served, at the price of one token."""
+        logger.warning("event=reservation_refused request=%s reason=%s", request.request_id, error)
+        hello = self._hello if isinstance(error, _StaleGeneration) else None
+        self._answer_early(request, DispatchReply(error=str(error)[:4096], hello=hello))
 
     def _answer_early(self, request: Request, reply: DispatchReply) -> None:
         vllm_compat.shorten_to_one_token(request)

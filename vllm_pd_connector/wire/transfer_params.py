@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.errors import OtherProtocol, ProtocolError
 from vllm_pd_connector.wire.messages import DispatchReply, Hello, Reservation
 from vllm_pd_connector.wire.version import PROTOCOL_VERSION
 
@@ -104,7 +104,7 @@ def _convert(params: dict[str, Any], key: str, kind: type[Any]) -> Any:
     message = params[key]
     version = message.get("protocol") if isinstance(message, dict) else None
     if version != PROTOCOL_VERSION:
-        raise ProtocolError(
+        raise OtherProtocol(
             f"kv_transfer_params.{key} speaks protocol {version!r}; this server speaks {PROTOCOL_VERSION}"
         )
     try:
