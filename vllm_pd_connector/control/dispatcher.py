@@ -6,14 +6,12 @@ Nothing here blocks the engine: calls are posted to the loop, and what happened 
 """
 
 import asyncio
-import ssl
 import threading
 import time
 from collections import deque
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from logging import getLogger
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -22,7 +20,8 @@ import msgspec
 from vllm_pd_connector.config import PDConfig
 from vllm_pd_connector.control.fence_client import FenceClient
 from vllm_pd_connector.control.keys import ControlKey
-from vllm_pd_connector.errors import ConfigError, IncompatiblePeer, PDConnectorError, PeerLost, ProtocolError
+from vllm_pd_connector.control.prefiller_client import NotTaken, PrefillerClient
+from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError, PeerLost, ProtocolError
 from vllm_pd_connector.lifecycle.decode_request import DecodeEvent
 from vllm_pd_connector.lifecycle.prefiller import (
     PREFILLER_TABLE,
@@ -34,16 +33,10 @@ from vllm_pd_connector.lifecycle.table import step
 from vllm_pd_connector.telemetry.timeline import Timeline
 from vllm_pd_connector.wire.compatibility import CacheShape, differences
 from vllm_pd_connector.wire.messages import DispatchReply, Hello, HelloReply, Reservation
-from vllm_pd_connector.wire.transfer_params import HELLO, RESERVATION, parse_reply, to_params
+from vllm_pd_connector.wire.transfer_params import HELLO, RESERVATION, to_params
 from vllm_pd_connector.wire.version import PROTOCOL_VERSION
 
 logger = getLogger(__name__)
-
-BUSY_STATUSES = frozenset({429, 503})
-"""Answers that say the request was not taken: another prefiller may be tried without a fence."""
-
-KEEPALIVE_S = 3.0
-"""Idle connections are dropped before vLLM's server drops them (5 s), so that none breaks as it is reused."""
 
 MISFIT_PAUSES = 15
 """A prefiller that does not fit is greeted again after this many ordinary pauses."""
@@ -137,14 +130,12 @@ class Dispatcher:
         self._shape = shape
         self._key = key
         self._timeline = timeline
-        self._headers = _bearer(config.prefiller_api_key_file)
-        self._tls = _tls(config.prefiller_ca_file)
+        self._client = PrefillerClient(config)
         self._prefillers = {url: _Prefiller(url) for url in config.prefillers}
         self._sent: dict[str, _Sent] = {}
         self._events: deque[DispatchOutcome | FenceResult] = deque()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="pd-dispatcher", daemon=True)
-        self._session: aiohttp.ClientSession | None = None
         self._fences: FenceClient | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -195,19 +186,13 @@ class Dispatcher:
         self._loop.close()
 
     async def _open(self) -> None:
-        # No overall time-out: the scheduler half owns the deadline and cancels.
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._config.connect_timeout_s)
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=self._tls or True)
-        self._session = aiohttp.ClientSession(
-            connector=connector, timeout=timeout, headers=self._headers, json_serialize=_to_json
-        )
+        self._client.open()
         self._fences = FenceClient(self._key)
         for prefiller in self._prefillers.values():
             self._greet_later(prefiller, 0.0)
 
     async def _shut(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+        await self._client.close()
         if self._fences is not None:
             self._fences.close()
 
@@ -238,11 +223,13 @@ class Dispatcher:
             self._timeline.mark(transfer_id, "dispatched", prefiller=url)
             prefiller.outstanding += 1
             try:
-                reply = await self._post(prefiller, order.body, self._reserve(order, prefiller.hello))
+                reply = await self._client.complete(
+                    url, prefiller.hello, order.body, self._reserve(order, prefiller.hello)
+                )
                 self._check(prefiller, reply)
                 self._report(transfer_id, DecodeEvent.ANSWERED)
                 return
-            except _NotTaken as error:
+            except NotTaken as error:
                 if error.is_absent:
                     self._lose(prefiller, str(error))
                 sent.hello = None
@@ -260,30 +247,6 @@ class Dispatcher:
     def _reserve(self, order: Dispatch, hello: HelloReply) -> dict[str, Any]:
         reservation = msgspec.structs.replace(order.reservation, prefiller_generation=hello.generation)
         return to_params(RESERVATION, reservation)
-
-    async def _post(self, prefiller: _Prefiller, body: dict[str, Any], params: dict[str, Any]) -> DispatchReply:
-        """One completion request to a prefiller.
-
-        Raises:
-            _NotTaken: it certainly did not take the request.
-            PeerLost, ProtocolError, aiohttp.ClientError: it may have.
-        """
-        assert self._session is not None
-        try:
-            async with self._session.post(
-                f"{prefiller.url}/v1/completions", json={**body, "kv_transfer_params": params}
-            ) as response:
-                if response.status in BUSY_STATUSES:
-                    raise _NotTaken(f"HTTP {response.status}")
-                if response.status != 200:
-                    text = (await response.text())[:500]
-                    raise PeerLost(f"HTTP {response.status} from {prefiller.url}: {text}")
-                answer = await response.json()
-        except aiohttp.ClientConnectorError as error:
-            raise _NotTaken(str(error), is_absent=True) from None
-        except ValueError as error:
-            raise ProtocolError(f"{prefiller.url} answered something that is not JSON: {error}") from None
-        return parse_reply(answer.get("kv_transfer_params") if isinstance(answer, dict) else None)
 
     def _check(self, prefiller: _Prefiller, reply: DispatchReply) -> None:
         if reply.error:
@@ -329,7 +292,9 @@ class Dispatcher:
             delay_s = self._config.retry_s
             started = time.monotonic()
             try:
-                reply = await asyncio.wait_for(self._post(prefiller, body, params), self._config.fence_s)
+                reply = await asyncio.wait_for(
+                    self._client.complete(prefiller.url, None, body, params), self._config.fence_s
+                )
                 if reply.hello is None:
                     raise ProtocolError(reply.error or "the prefiller did not return the greeting")
                 if differing := differences(self._shape, reply.hello.shape):
@@ -339,7 +304,7 @@ class Dispatcher:
                 self._complain(prefiller, f"event=prefiller_misfit {error}", serious=True)
                 delay_s *= MISFIT_PAUSES
                 continue
-            except (_NotTaken, PDConnectorError, aiohttp.ClientError, OSError, TimeoutError) as error:
+            except (NotTaken, PDConnectorError, aiohttp.ClientError, OSError, TimeoutError) as error:
                 prefiller.state, _ = step(PREFILLER_TABLE, prefiller.state, PrefillerEvent.GONE)
                 self._complain(
                     prefiller, f"event=prefiller_absent prefiller={prefiller.url} reason={error or 'time-out'}"
@@ -363,33 +328,3 @@ class Dispatcher:
         if prefiller.complaint != text:
             prefiller.complaint = text
             (logger.error if serious else logger.warning)("%s", text)
-
-
-class _NotTaken(Exception):
-    """The prefiller certainly did not take the request, so nobody writes for it."""
-
-    def __init__(self, reason: str, *, is_absent: bool = False) -> None:
-        super().__init__(reason)
-        self.is_absent = is_absent
-
-
-def _to_json(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
-
-
-def _bearer(path: str | None) -> dict[str, str]:
-    if path is None:
-        return {}
-    try:
-        return {"Authorization": f"Bearer {Path(path).read_text().strip()}"}
-    except OSError as error:
-        raise ConfigError(f"prefiller_api_key_file {path}: {error.strerror}") from None
-
-
-def _tls(path: str | None) -> ssl.SSLContext | None:
-    if path is None:
-        return None
-    try:
-        return ssl.create_default_context(cafile=path)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"prefiller_ca_file {path}: {error}") from None

@@ -111,6 +111,7 @@ class DecodeSide:
         self._fenced: dict[str, _Fenced] = {}
         self._deadlines: Deadlines[str] = Deadlines()
         self._spent: set[str] = set()
+        self._turn = 0
         self._orders = StepMetadata()
 
     def bind(self, manager: KVCacheManager) -> None:
@@ -260,7 +261,8 @@ class DecodeSide:
             lease_s=self._config.request_deadline_s,
             ranks=self._identity.ranks,
         )
-        urls = choose(self._dispatcher.pool(), wanted, turn=len(self._spent))
+        self._turn += 1
+        urls = choose(self._dispatcher.pool(), wanted, turn=self._turn)
         return Dispatch(body=body, reservation=reservation, urls=urls)
 
     def _event(self, held: _Held, event: DecodeEvent, reason: str = "") -> None:

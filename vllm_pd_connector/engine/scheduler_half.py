@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import base64
 import secrets
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.control.dispatcher import Dispatcher
@@ -32,10 +34,28 @@ if TYPE_CHECKING:
 
 
 class SchedulerHalf:
-    """Without a handshake from the workers (dummy engines) it does nothing, like a server without the plugin."""
+    """Without a handshake from the workers (dummy engines) it does nothing, like a server without the plugin.
 
-    def __init__(self, config: PDConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    Args:
+        config: validated.
+        vllm_config: the engine's.
+        kv_cache_config: the engine's.
+        open_dispatcher: makes the dispatcher, from the arguments of `Dispatcher`.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: PDConfig,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        *,
+        open_dispatcher: Callable[..., Dispatcher] = Dispatcher,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._config = config
+        self._open_dispatcher = open_dispatcher
+        self._clock = clock
         self._vllm_config = vllm_config
         self._block_size = vllm_compat.check_engine(vllm_config, kv_cache_config).block_size
         transfer = vllm_config.kv_transfer_config
@@ -69,12 +89,13 @@ class SchedulerHalf:
                 generation=secrets.token_hex(8),
                 shape=ranks[0].shape,
                 controls=[ControlEndpoint(endpoint=rank.control, generation=rank.generation) for rank in ranks],
+                data_parallel_rank=vllm_compat.data_parallel_rank(self._engine_id),
             )
-            self._prefill = PrefillSide(hello, self._block_size, self._timeline)
+            self._prefill = PrefillSide(hello, self._block_size, self._timeline, self._clock)
             self._prefill.bind(self._manager)
         if self._transfer.is_kv_consumer and self._config.prefillers:
             model = vllm_compat.served_name(self._vllm_config)
-            self._dispatcher = Dispatcher(
+            self._dispatcher = self._open_dispatcher(
                 self._config,
                 engine_id=self._engine_id,
                 model=model,
@@ -94,7 +115,9 @@ class SchedulerHalf:
                     for rank in ranks
                 ],
             )
-            self._decode = DecodeSide(self._config, identity, self._dispatcher, self._tally, self._timeline)
+            self._decode = DecodeSide(
+                self._config, identity, self._dispatcher, self._tally, self._timeline, self._clock
+            )
             self._decode.bind(self._manager)
 
     def new_request(self, request: Request) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -155,6 +156,12 @@ def page_table(kv_caches: dict[str, torch.Tensor], num_blocks: int) -> tuple[lis
     )
     table.check()
     return names, table, first.shape[3] * itemsize
+
+
+def data_parallel_rank(engine_id: str) -> int | None:
+    """The rank among data-parallel engines behind one address; vLLM marks it in the engine id, None without any."""
+    match = re.search(r"_dp(\d+)$", engine_id)
+    return int(match.group(1)) if match else None
 
 
 def pin_blocks(manager: KVCacheManager, block_ids: Sequence[int]) -> None:

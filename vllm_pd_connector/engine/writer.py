@@ -4,33 +4,29 @@ Grain: at each turn all layers that became ready since the last one go out in on
 travel in one write, long ones layer by layer, without a threshold to tune.
 """
 
-import base64
 import hashlib
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from logging import getLogger
 from typing import Any
 
 from vllm_pd_connector.engine.layer_signal import LayerSignal
+from vllm_pd_connector.engine.ledger import Ledger
 from vllm_pd_connector.engine.outgoing import Outgoing, WhenQuiet
 from vllm_pd_connector.engine.step import BeginTransfer, CloseTransfer
 from vllm_pd_connector.errors import OutOfRegion, PeerLost
 from vllm_pd_connector.geometry.page_table import PageTable
-from vllm_pd_connector.lifecycle.deadline import Deadlines
 from vllm_pd_connector.lifecycle.outgoing import OutgoingEvent, OutgoingState
 from vllm_pd_connector.plan.write import BoundWrite, ChunkWrite, bind
 from vllm_pd_connector.telemetry.counters import Tally
 from vllm_pd_connector.telemetry.timeline import Timeline
-from vllm_pd_connector.transport.base import Peer, Transport, WriteStatus
+from vllm_pd_connector.transport.base import Transport, WriteStatus
 from vllm_pd_connector.wire.codec import encode
-from vllm_pd_connector.wire.messages import DecoderRank, FailureNote, WriteNote
+from vllm_pd_connector.wire.messages import FailureNote, WriteNote
 
 logger = getLogger(__name__)
-
-MAX_FENCED = 65_536
-"""Fenced transfer ids remembered, oldest dropped first. A dispatch that old has long been closed by its decoder."""
 
 DIGEST_BYTES = 8
 
@@ -94,7 +90,7 @@ class Writer:
         self._tally = tally
         self._timeline = timeline
         self._clock = clock
-        self._ledger = _Ledger()
+        self._ledger = Ledger()
         self._steps: list[_Step] = []
         self._posted: list[_Posted] = []
         self._drains: list[_Drain] = []
@@ -177,6 +173,8 @@ class Writer:
             outgoing = self._ledger.get(transfer_id)
             if outgoing is not None and outgoing.may_post:
                 self._give_up(outgoing, "the decoder's lease has run out")
+        for peer in self._ledger.take_distrusted({id(posted.outgoing.peer) for posted in self._posted}):
+            self._transport.disconnect(peer)
         self._settle()
 
     def _post_ready(self, step: _Step) -> None:
@@ -194,6 +192,7 @@ class Writer:
             try:
                 self._post(outgoing, write, layers)
             except (PeerLost, OutOfRegion) as error:
+                self._ledger.distrust(outgoing.peer)
                 self._give_up(outgoing, str(error))
                 continue
             if not step.num_layers_left:
@@ -246,6 +245,7 @@ class Writer:
         outgoing.num_in_flight -= 1
         if status is not WriteStatus.DONE:
             self._tally.add("write_failures")
+            self._ledger.distrust(outgoing.peer)
             if outgoing.may_post:
                 self._give_up(outgoing, f"a write of layers {list(posted.layers)} failed")
             return
@@ -299,64 +299,3 @@ class Writer:
             self._transport.notify(outgoing.peer, encode(note))
         except PeerLost as error:
             logger.info("event=failure_note_lost transfer=%s reason=%s", outgoing.transfer_id, error)
-
-
-PATIENCE_S = 2.0
-"""Seconds a cancelled transfer's posted writes get to end by themselves before their handles are cancelled."""
-
-
-class _Ledger:
-    """Transfers, fenced ids, leases and connected peers of one writer."""
-
-    def __init__(self) -> None:
-        self._transfers: dict[str, Outgoing] = {}
-        self._fenced: OrderedDict[str, None] = OrderedDict()
-        self._patience: dict[str, float] = {}
-        self._peers: dict[tuple[str, int], Peer] = {}
-        self.leases: Deadlines[str] = Deadlines()
-
-    def add(self, outgoing: Outgoing) -> None:
-        self._transfers[outgoing.transfer_id] = outgoing
-
-    def get(self, transfer_id: str) -> Outgoing | None:
-        return self._transfers.get(transfer_id)
-
-    def unsettled(self) -> list[Outgoing]:
-        return [o for o in self._transfers.values() if o.state is not OutgoingState.OPEN]
-
-    def is_drained(self, transfer_id: str) -> bool:
-        outgoing = self._transfers.get(transfer_id)
-        return outgoing is None or outgoing.is_drained
-
-    def drop(self, transfer_id: str) -> None:
-        self._transfers.pop(transfer_id, None)
-        self._patience.pop(transfer_id, None)
-        self.leases.disarm(transfer_id)
-
-    def fence(self, transfer_id: str) -> None:
-        self._fenced[transfer_id] = None
-        while len(self._fenced) > MAX_FENCED:
-            self._fenced.popitem(last=False)
-
-    def is_fenced(self, transfer_id: str) -> bool:
-        return transfer_id in self._fenced
-
-    def limit_patience(self, transfer_id: str, now: float) -> None:
-        self._patience.setdefault(transfer_id, now + PATIENCE_S)
-
-    def patience_is_over(self, transfer_id: str, now: float) -> bool:
-        return now > self._patience.get(transfer_id, now)
-
-    def peer(self, target: DecoderRank, transport: Transport) -> Peer:
-        """The connected peer for a decoder rank; the first transfer to it connects.
-
-        Raises:
-            PeerLost: it cannot be reached.
-            OutOfRegion: its page table is inconsistent.
-            ValueError: its descriptor is not base64.
-        """
-        key = (target.descriptor, target.pages.base)
-        if key not in self._peers:
-            target.pages.check()
-            self._peers[key] = transport.connect(base64.b64decode(target.descriptor, validate=True), target.pages)
-        return self._peers[key]

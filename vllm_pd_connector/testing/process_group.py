@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -49,6 +49,7 @@ class ProcessGroup:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        self._is_gone = False
 
     @property
     def is_alive(self) -> bool:
@@ -57,17 +58,16 @@ class ProcessGroup:
 
     def signal(self, number: signal.Signals) -> None:
         """Signal every process of the group; none left is no error."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
-        except ProcessLookupError:
-            pass
 
     def wait_gone(self, timeout_s: float) -> bool:
         """Whether no process of the group runs any more, waiting up to `timeout_s` seconds. Reaps the command."""
         deadline = time.monotonic() + timeout_s
         while True:
             self.process.poll()
-            if not _members(self.process.pid):
+            if self._is_gone or not _members(self.process.pid):
+                self._is_gone = True
                 return True
             if time.monotonic() > deadline:
                 return False
@@ -75,9 +75,10 @@ class ProcessGroup:
 
     def kill(self) -> None:
         """SIGKILL to all, as a crash; returns when they are gone."""
-        self.signal(signal.SIGKILL)
-        self.wait_gone(REAP_S)
-        self.process.wait(REAP_S)
+        if not self._is_gone:  # else the number may be another's by now
+            self.signal(signal.SIGKILL)
+            self.process.wait(REAP_S)
+            self.wait_gone(REAP_S)
 
 
 def stop_all(groups: Sequence[ProcessGroup]) -> None:

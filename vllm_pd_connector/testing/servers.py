@@ -12,9 +12,6 @@ process is gone. Never imports vLLM.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,48 +19,29 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from vllm_pd_connector.testing.machine import HOST, assign_gpus, environment, free_ports, num_gpus
 from vllm_pd_connector.testing.process_group import ProcessGroup, exit_on_signal, stop_all
 
 Role = Literal["prefiller", "decoder", "both", "plain"]
 
 KV_ROLES: dict[Role, str] = {"prefiller": "kv_producer", "decoder": "kv_consumer", "both": "kv_both"}
-HOST = "127.0.0.1"
 HTTP_TIMEOUT_S = 5.0
 POLL_S = 0.25
 TAIL_LINES = 40
 GREETED = "event=prefiller_greeted"
 METRIC_PREFIX = "vllm:pd_"
-GPU_SHARE = 0.85  # of a GPU's memory, divided among the servers on it
-
-ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "UCX_LOG_LEVEL": "error"}
-CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # GiB of KV; we pin, not vLLM
 
 
 class ServerFailed(RuntimeError):
     """A server ended, or was not ready in time. The text holds the tail of its log."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Options:
-    cores: Sequence[int] = ()
-    gpus: Sequence[int] = ()
-    port: int = 0
-    name: str = ""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    args: Sequence[str] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-    max_model_len: int = 8192
-    max_num_seqs: int = 16
-    block_size: int = 32
-
-
 @dataclass(frozen=True)
-class ServerSpec(_Options):
+class ServerSpec:
     """One server to start.
 
     Args:
@@ -83,6 +61,17 @@ class ServerSpec(_Options):
 
     model: str | Path
     role: Role = "plain"
+    _: KW_ONLY
+    cores: Sequence[int] = ()
+    gpus: Sequence[int] = ()
+    port: int = 0
+    name: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    args: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    max_model_len: int = 8192
+    max_num_seqs: int = 16
+    block_size: int = 32
 
 
 class Server:
@@ -193,8 +182,10 @@ def start_all(
     servers: list[Server] = []
     with exit_on_signal():
         try:
-            for name, spec, port, extra in _resolve(specs):
-                command, env = command_line(spec, port, extra), environment(spec, specs)
+            devices = assign_gpus([spec.gpus for spec in specs])
+            for (name, spec, port, extra), device in zip(_resolve(specs), devices, strict=True):
+                command = command_line(spec, port, extra, device.memory_share)
+                env = environment(cores=spec.cores, gpus=device.gpus, extra=spec.env)
                 log = folder / f"{name}.log"
                 group = ProcessGroup(command, env=env, log=log, cores=spec.cores)
                 num_greetings = len(extra.get("prefillers", ())) if "prefillers" not in spec.extra else 0
@@ -205,13 +196,14 @@ def start_all(
             stop_all([server._group for server in servers])
 
 
-def command_line(spec: ServerSpec, port: int, extra: Mapping[str, Any]) -> list[str]:
-    """The `vllm serve` command: `extra` is the connector's configuration."""
+def command_line(spec: ServerSpec, port: int, extra: Mapping[str, Any], memory_share: float | None) -> list[str]:
+    """The `vllm serve` command; `extra` is the connector's configuration, `memory_share` is for GPUs."""
     beside = Path(sys.executable).parent / "vllm"
     vllm = str(beside) if beside.exists() else "vllm"
     command = [vllm, "serve", str(spec.model), "--host", HOST, "--port", str(port), "--enforce-eager"]
     command += ["--max-model-len", str(spec.max_model_len), "--max-num-seqs", str(spec.max_num_seqs)]
     command += ["--block-size", str(spec.block_size)]
+    command += [] if memory_share is None else ["--gpu-memory-utilization", f"{memory_share:.2f}"]
     if spec.role != "plain":
         transfer = {
             "kv_connector": "PDConnector",
@@ -221,35 +213,6 @@ def command_line(spec: ServerSpec, port: int, extra: Mapping[str, Any]) -> list[
         }
         command += ["--kv-transfer-config", json.dumps(transfer)]
     return [*command, *spec.args]
-
-
-def environment(spec: ServerSpec, specs: Sequence[ServerSpec]) -> dict[str, str]:
-    """Our environment with what this server needs on this machine; `specs` are all that share its GPUs."""
-    env = {**os.environ, **ENV}
-    if gpus := num_gpus():
-        chosen = spec.gpus or [next(i for i, other in enumerate(specs) if other is spec) % gpus]
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, chosen))
-    else:
-        env |= CPU_ENV | {"OMP_NUM_THREADS": str(len(spec.cores) or 1)}
-    return env | dict(spec.env)
-
-
-def free_ports(number: int) -> list[int]:
-    """Different TCP ports that were free a moment ago."""
-    holders = [socket.create_server((HOST, 0)) for _ in range(number)]
-    ports: list[int] = [holder.getsockname()[1] for holder in holders]
-    for holder in holders:
-        holder.close()
-    return ports
-
-
-@cache
-def num_gpus() -> int:
-    """NVIDIA GPUs that `nvidia-smi` lists; 0 without it."""
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    return done.stdout.count("GPU ") if done.returncode == 0 else 0
 
 
 def parse_metrics(text: str) -> dict[str, float]:

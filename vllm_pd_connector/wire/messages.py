@@ -83,12 +83,14 @@ class HelloReply(msgspec.Struct, frozen=True, kw_only=True):
         generation: its process.
         shape: what its pages look like.
         controls: each rank's fence server, in rank order.
+        data_parallel_rank: the engine behind the address that answered; dispatches name it, so that they reach it too.
     """
 
     engine: ShortText
     generation: Hex16
     shape: CacheShape
     controls: Annotated[list[ControlEndpoint], Meta(min_length=1, max_length=MAX_RANKS)]
+    data_parallel_rank: int | None = None
 
 
 class DispatchReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,108 @@
+"""HTTP to prefillers: one long-lived session, vLLM's own completions endpoint, our messages in `kv_transfer_params`."""
+
+import ssl
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from vllm_pd_connector.config import PDConfig
+from vllm_pd_connector.errors import ConfigError, PeerLost, ProtocolError
+from vllm_pd_connector.wire.messages import DispatchReply, HelloReply
+from vllm_pd_connector.wire.transfer_params import parse_reply
+
+BUSY_STATUSES = frozenset({429, 503})
+"""Answers that say the request was not taken: another prefiller may be tried without a fence."""
+
+KEEPALIVE_S = 3.0
+"""Idle connections are dropped before vLLM's server drops them (5 s), so that none breaks as it is reused."""
+
+
+class NotTaken(Exception):
+    """The prefiller certainly did not take the request, so nobody writes for it."""
+
+    def __init__(self, reason: str, *, is_absent: bool = False) -> None:
+        super().__init__(reason)
+        self.is_absent = is_absent
+
+
+class PrefillerClient:
+    """owned by: the dispatcher's event loop, from `open` on.
+
+    Raises:
+        ConfigError: a key or certificate file cannot be read.
+    """
+
+    def __init__(self, config: PDConfig) -> None:
+        self._connect_timeout_s = config.connect_timeout_s
+        self._headers = _bearer(config.prefiller_api_key_file)
+        self._tls = _tls(config.prefiller_ca_file)
+        self._session: aiohttp.ClientSession | None = None
+
+    def open(self) -> None:
+        """Make the session; must run inside the event loop."""
+        # No overall time-out: the scheduler half owns the deadline and cancels.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=self._tls or True),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s),
+            headers=self._headers,
+            json_serialize=lambda value: msgspec.json.encode(value).decode(),
+        )
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def complete(
+        self, url: str, hello: HelloReply | None, body: dict[str, Any], params: dict[str, Any]
+    ) -> DispatchReply:
+        """One completion request to the prefiller at `url`.
+
+        Raises:
+            NotTaken: it certainly did not take the request.
+            PeerLost, ProtocolError, aiohttp.ClientError: it may have.
+        """
+        assert self._session is not None
+        try:
+            async with self._session.post(
+                f"{url}/v1/completions",
+                json={**body, "kv_transfer_params": params},
+                headers=_data_parallel_header(hello),
+            ) as response:
+                if response.status in BUSY_STATUSES:
+                    raise NotTaken(f"HTTP {response.status}")
+                if response.status != 200:
+                    text = (await response.text())[:500]
+                    raise PeerLost(f"HTTP {response.status} from {url}: {text}")
+                answer = await response.json()
+        except aiohttp.ClientConnectorError as error:
+            raise NotTaken(str(error), is_absent=True) from None
+        except ValueError as error:
+            raise ProtocolError(f"{url} answered something that is not JSON: {error}") from None
+        return parse_reply(answer.get("kv_transfer_params") if isinstance(answer, dict) else None)
+
+
+def _data_parallel_header(hello: HelloReply | None) -> dict[str, str]:
+    """vLLM's own header that pins a request to one of the engines behind an address."""
+    if hello is None or hello.data_parallel_rank is None:
+        return {}
+    return {"X-data-parallel-rank": str(hello.data_parallel_rank)}
+
+
+def _bearer(path: str | None) -> dict[str, str]:
+    if path is None:
+        return {}
+    try:
+        return {"Authorization": f"Bearer {Path(path).read_text().strip()}"}
+    except OSError as error:
+        raise ConfigError(f"prefiller_api_key_file {path}: {error.strerror}") from None
+
+
+def _tls(path: str | None) -> ssl.SSLContext | None:
+    if path is None:
+        return None
+    try:
+        return ssl.create_default_context(cafile=path)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"prefiller_ca_file {path}: {error}") from None

@@ -1,0 +1,65 @@
+"""What this machine has, and the environment a vLLM server needs on it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+HOST = "127.0.0.1"
+GPU_SHARE = 0.85  # of a GPU's memory, divided among the servers on it
+ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "UCX_LOG_LEVEL": "error"}
+CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # GiB of KV; we pin, not vLLM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Devices:
+    """GPUs of one server and the share of their memory it may use; none on a machine without."""
+
+    gpus: Sequence[int] = ()
+    memory_share: float | None = None
+
+
+@cache
+def num_gpus() -> int:
+    """NVIDIA GPUs that `nvidia-smi` lists; 0 without it."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return done.stdout.count("GPU ") if done.returncode == 0 else 0
+
+
+def assign_gpus(wanted: Sequence[Sequence[int]]) -> list[Devices]:
+    """GPUs for each server of a set: those it wants, else the servers take turns."""
+    total = num_gpus()
+    if not total:
+        return [Devices() for _ in wanted]
+    chosen = [list(gpus) or [index % total] for index, gpus in enumerate(wanted)]
+    return [
+        Devices(gpus=gpus, memory_share=GPU_SHARE / max(sum(gpu in other for other in chosen) for gpu in gpus))
+        for gpus in chosen
+    ]
+
+
+def environment(*, cores: Sequence[int], gpus: Sequence[int], extra: Mapping[str, str]) -> dict[str, str]:
+    """Our environment with what a server on these cores or GPUs needs; `extra` wins."""
+    env = {**os.environ, **ENV}
+    env |= (
+        {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+        if gpus
+        else CPU_ENV | {"OMP_NUM_THREADS": str(len(cores) or 1)}
+    )
+    return env | dict(extra)
+
+
+def free_ports(number: int) -> list[int]:
+    """Different TCP ports that were free a moment ago."""
+    holders = [socket.create_server((HOST, 0)) for _ in range(number)]
+    ports: list[int] = [holder.getsockname()[1] for holder in holders]
+    for holder in holders:
+        holder.close()
+    return ports
