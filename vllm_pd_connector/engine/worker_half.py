@@ -11,6 +11,8 @@ from collections import deque
 from logging import getLogger
 from typing import TYPE_CHECKING
 
+import torch
+
 from vllm_pd_connector.control.fence_server import FenceServer
 from vllm_pd_connector.control.keys import load_key
 from vllm_pd_connector.engine import vllm_compat
@@ -25,7 +27,6 @@ from vllm_pd_connector.telemetry.timeline import open_timeline
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -81,7 +82,8 @@ class WorkerHalf:
         names, self._pages, slot_bytes = vllm_compat.page_table(kv_caches, self._kv_cache_config.num_blocks)
         self._layers = {name: index for index, name in enumerate(names)}
         self._shape = vllm_compat.cache_shape(self._vllm_config, spec, names, slot_bytes)
-        self._device_type = next(iter(kv_caches.values())).device.type
+        device = next(iter(kv_caches.values())).device
+        self._device_type = device.type
         self._transport = self._open_transport(f"pd-{self._generation}-{self._rank}")
         self._transport.register(self._pages)
         self._writer = Writer(
@@ -102,7 +104,11 @@ class WorkerHalf:
             tally=self._tally,
             timeline=self._timeline,
         )
-        self._messenger = Messenger([self._writer, self._receiver], self._config.poll_pause_s)
+        self._messenger = Messenger(
+            [self._writer, self._receiver],
+            self._config.poll_pause_s,
+            on_start=(lambda: torch.cuda.set_device(device)) if device.type == "cuda" else None,
+        )
         if self._vllm_config.kv_transfer_config.is_kv_producer:
             self._fences = self._listen()
             self._fences.start()

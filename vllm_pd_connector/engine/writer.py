@@ -164,15 +164,16 @@ class Writer:
                 self._give_up(outgoing, reason)
 
     def advance(self) -> None:
+        # Leases first: a transfer out of time posts nothing more.
+        for transfer_id in self._ledger.leases.expired(self._clock()):
+            outgoing = self._ledger.get(transfer_id)
+            if outgoing is not None and outgoing.may_post:
+                self._give_up(outgoing, "the decoder's lease has run out")
         for step in self._steps:
             self._post_ready(step)
         self._steps = [step for step in self._steps if step.num_layers_left]
         if self._posted:
             self._poll_posted()
-        for transfer_id in self._ledger.leases.expired(self._clock()):
-            outgoing = self._ledger.get(transfer_id)
-            if outgoing is not None and outgoing.may_post:
-                self._give_up(outgoing, "the decoder's lease has run out")
         for peer in self._ledger.take_distrusted({id(posted.outgoing.peer) for posted in self._posted}):
             self._transport.disconnect(peer)
         self._settle()
