@@ -125,12 +125,25 @@ def parse(extra_config: dict[str, Any]) -> PDConfig:
             ) from None
     config = msgspec.convert(extra_config, PDConfig)
     for index, url in enumerate(config.prefillers):
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        if not _is_base_url(url):
             raise ConfigError(
                 f"{ROOT}.prefillers[{index}] = {url!r} is refused: it must be a base URL such as http://10.0.0.7:8100"
             )
     return msgspec.structs.replace(config, prefillers=[url.rstrip("/") for url in config.prefillers])
+
+
+def _is_base_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        has_port_or_none = parts.port is None or parts.port > 0
+    except ValueError:  # brackets or a port that cannot be
+        return False
+    return (
+        parts.scheme in ("http", "https")
+        and bool(parts.hostname)
+        and has_port_or_none
+        and not parts.query + parts.fragment
+    )
 
 
 def explain() -> str:

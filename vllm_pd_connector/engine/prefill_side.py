@@ -99,9 +99,12 @@ class PrefillSide:
 
     def plan(self, scheduler_output: SchedulerOutput, orders: StepMetadata) -> None:
         """Add what this step completes, before it is computed."""
-        for request_id in scheduler_output.preempted_req_ids or ():
+        preempted = scheduler_output.preempted_req_ids or ()
+        for request_id in preempted:
             if prefill := self._prefills.get(request_id):
                 orders.preempted.append(prefill.reservation.transfer_id)
+        # One that was finished since gave its blocks up all the same (law 2).
+        orders.preempted.extend(close.transfer_id for close in self._closes if close.request_id in preempted)
         if self._prefills:
             for request_id, computed in _computed_before(scheduler_output):
                 if prefill := self._prefills.get(request_id):

@@ -73,6 +73,13 @@ class ProcessGroup:
                 return False
             time.sleep(PAUSE_S)
 
+    def pin(self, cores: Sequence[int]) -> None:
+        """Move every thread of the group to these CPU cores."""
+        for process in _members(self.process.pid):
+            for task in Path(f"/proc/{process}/task").glob("[0-9]*"):
+                with suppress(ProcessLookupError):  # a thread that has just ended
+                    os.sched_setaffinity(int(task.name), cores)
+
     def kill(self) -> None:
         """SIGKILL to all, as a crash; returns when they are gone."""
         if not self._is_gone:  # else the number may be another's by now

@@ -108,6 +108,10 @@ class Server:
         """SIGTERM and an orderly end; SIGKILL after 15 s."""
         stop_all([self._group])
 
+    def pin(self, cores: Sequence[int]) -> None:
+        """Move every thread it has now, and those that they start, to these CPU cores."""
+        self._group.pin(cores)
+
     def is_ready(self) -> bool:
         """Whether it answers /health and has greeted its prefillers."""
         try:

@@ -1,0 +1,95 @@
+"""`python -m benchmarks`: start servers, measure, write raw records and a summary."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from benchmarks import report
+from benchmarks.machine import commit, fingerprint
+from benchmarks.records import RecordFile, read_records
+from benchmarks.sessions import SESSIONS, Plan, results_directory
+from vllm_pd_connector.testing.models import random_llama
+from vllm_pd_connector.testing.servers import start_all
+
+ROOT = Path(__file__).resolve().parent.parent
+SESSION_S = 600
+START_S = 180.0
+QUICK = {"lengths": (200, 1000), "reps": 2, "answers": 1, "answer_tokens": 400, "windows": 1}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few, short prompts: does it work at all")
+    parser.add_argument("--only", choices=("ttft", "interference", "idle", "micro"))
+    parser.add_argument("--sessions", default=",".join(SESSIONS), help="server sets to use, comma-separated")
+    parser.add_argument("--results", type=Path, help="results directory to add to (default: a new one)")
+    parser.add_argument("--lock", type=Path, help="file to lock exclusively while servers of a set are up")
+    parser.add_argument("--timeline", type=Path, help="directory for our connector's timelines; they cost time")
+    parser.add_argument("--summarise", action="store_true", help="only write the summary of --results again")
+    args = parser.parse_args()
+
+    directory = args.results or results_directory(ROOT, commit(ROOT))
+    records = RecordFile(directory)
+    if not args.summarise:
+        records.add("machine", **fingerprint(ROOT))
+        extra = {"timeline_dir": str(args.timeline)} if args.timeline else {}
+        quick = QUICK if args.quick else {}
+        plan = Plan(records=records, model=str(random_llama()), only=args.only, ours_extra=extra, **quick)
+        for name in args.sessions.split(","):
+            if args.only is None or args.only in SESSIONS[name].serves:
+                _run(name, plan, args.lock, directory)
+        if args.only in (None, "micro"):
+            subprocess.run([sys.executable, "-m", "benchmarks.micro", str(records.path)], check=True, cwd=ROOT)
+    found = read_records(records.path)
+    text = report.markdown(found)
+    (directory / "summary.md").write_text(text)
+    (directory / "summary.json").write_text(json.dumps(report.figures(found), indent=1) + "\n")
+    print(f"\n{text}\n{directory}")
+    return 0
+
+
+def _run(name: str, plan: Plan, lock: Path | None, directory: Path) -> None:
+    session = SESSIONS[name]
+    with _locked(lock), _limited(SESSION_S):
+        print(f"{name}: starting servers", flush=True)
+        with start_all(session.specs(plan), START_S, log_dir=f"/tmp/pd-bench/{directory.name}/{name}") as servers:
+            session.run(plan, servers)
+
+
+@contextmanager
+def _locked(path: Path | None) -> Iterator[None]:
+    if path is None:
+        yield
+        return
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _limited(seconds: int) -> Iterator[None]:
+    """TimeoutError within after so many seconds."""
+
+    def expire(_number: int, _frame: FrameType | None) -> None:
+        raise TimeoutError(f"a set of servers was up for {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

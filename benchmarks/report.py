@@ -1,0 +1,163 @@
+"""Figures as Markdown tables with bars, and as JSON. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks import summary as s
+
+BAR_CELLS = 20
+COMPARISONS = [(s.OURS, s.OURS_PREFILLER), (s.OURS, s.SHARED), (s.PULL, s.PULL_PREFILLER), (s.PULL, s.SHARED)]
+CAVEATS = """\
+- Every server is pinned to one core (`taskset`); the machine has two. Spread is least … greatest.
+- "Disturbed" measurements (others used more than about a quarter of a core meanwhile) are in the raw file; they were
+  repeated and are left out here, unless a cell has no other.
+- vLLM's NixlConnector polls with a thread of its own (`enable_prog_thread`). Pinned to one core, that thread takes time
+  from the model itself; with spare cores that part goes away and a core is merely burnt. Its first-token times on this
+  machine therefore say little about machines with spare cores; what it adds against its own prefiller says more.
+"""
+
+
+def bar(value: float, greatest: float) -> str:
+    """A bar of up to `BAR_CELLS` cells; at least a sliver for anything above zero."""
+    if value <= 0 or greatest <= 0:
+        return ""
+    eighths = max(1, round(BAR_CELLS * 8 * min(value / greatest, 1.0)))
+    return "█" * (eighths // 8) + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[eighths % 8]
+
+
+def markdown(records: Sequence[s.Record]) -> str:
+    """The whole summary; only what the records hold."""
+    parts = ["# Benchmark results", *_machine(records)]
+    for title, lines in (
+        ("Time to the first token", _first_token(records)),
+        ("Added to the first token", _added(records)),
+        ("A running answer while 6,000-token prompts arrive", _gaps(records)),
+        ("CPU while idle", _idle(records)),
+        ("Micro", _micro(records)),
+        ("Attempts", _attempts(records)),
+    ):
+        if lines:
+            parts += [f"## {title}", *lines]
+    disturbed, total = s.num_disturbed(records)
+    if total:
+        parts += ["## How to read this", f"- {disturbed} of {total} timed measurements were disturbed.\n{CAVEATS}"]
+    return "\n\n".join(parts).rstrip() + "\n"
+
+
+def figures(records: Sequence[s.Record]) -> dict[str, Any]:
+    """The same as plain values."""
+    first = [{"tokens": tokens, "arm": arm, **asdict(value)} for (tokens, arm), value in s.first_token(records).items()]
+    return {
+        "machine": [r for r in records if r["kind"] == "machine"],
+        "first_token_s": first,
+        "added_s": [asdict(row) for pair in COMPARISONS for row in s.added(records, *pair)],
+        "gaps_ms": [asdict(row) for row in s.gaps(records)],
+        "idle_cores": {arm: asdict(value) for arm, value in s.idle(records).items()},
+        "micro": [r for r in records if r["kind"] == "micro"],
+        "attempts": [r for r in records if r["kind"] == "attempt"],
+        "disturbed_of": s.num_disturbed(records),
+    }
+
+
+def _machine(records: Iterable[s.Record]) -> list[str]:
+    lines: list[str] = []
+    for r in (r for r in records if r["kind"] == "machine"):
+        dirty = " with uncommitted changes" if r["uncommitted_changes"] else ""
+        lines.append(
+            f"{r['started']}: {r['cpu']}, {r['cores']} cores, {r['memory_gib']} GiB, Python {r['python']}, "
+            f"vLLM {r.get('vllm', '?')}, NIXL {r.get('nixl', '?')}, torch {r.get('torch', '?')}, "
+            f"commit {r['commit']}{dirty}; `{r['command']}`"
+        )
+    return lines
+
+
+def _first_token(records: Sequence[s.Record]) -> list[str]:
+    cells = s.first_token(records)
+    rows: list[str] = []
+    for (tokens, arm), v in cells.items():
+        greatest = max(other.median for (length, _), other in cells.items() if length == tokens)
+        rows.append(
+            f"| {tokens:,} | {arm} | {v.median:.3f} | {v.low:.3f} … {v.high:.3f} | {v.n} | {bar(v.median, greatest)} |"
+        )
+    return _table("prompt tokens | arm | median s | spread s | n | (longest bar: slowest at this length)", rows)
+
+
+def _added(records: Sequence[s.Record]) -> list[str]:
+    found = [row for pair in COMPARISONS for row in s.added(records, *pair)]
+    rows: list[str] = []
+    for a in sorted(found, key=lambda a: a.tokens):
+        greatest = max(abs(b.seconds.median) for b in found if b.tokens == a.tokens)
+        v = a.seconds
+        how = "same rounds" if a.is_paired else "medians"
+        rows.append(
+            f"| {a.tokens:,} | {a.arm} − {a.reference} | {1000 * v.median:+.1f} | {1000 * v.low:+.1f} … "
+            f"{1000 * v.high:+.1f} | {a.ratio:.2f}× | {how} | {bar(v.median, greatest)} |"
+        )
+    return _table("prompt tokens | difference | median ms | spread ms | ratio | from | ", rows) + _quotients(found)
+
+
+def _quotients(found: Sequence[s.Added]) -> list[str]:
+    own = {(a.tokens, a.arm): a.seconds for a in found if a.reference in (s.OURS_PREFILLER, s.PULL_PREFILLER)}
+    texts: list[str] = []
+    for tokens in sorted({tokens for tokens, _ in own}):
+        ours, pull = own.get((tokens, s.OURS)), own.get((tokens, s.PULL))
+        if ours is not None and pull is not None and ours.median > 0 and pull.low > 0:
+            low, high = max(ours.low, 0.0) / pull.high, max(ours.high, 0.0) / pull.low
+            texts.append(f"{tokens:,} tokens: {ours.median / pull.median:.2f} ({low:.2f} … {high:.2f})")
+    head = "Added by ours ÷ added by NixlConnector, each against its own prefiller: "
+    return [head + "; ".join(texts) + "."] if texts else []
+
+
+def _gaps(records: Sequence[s.Record]) -> list[str]:
+    found = s.gaps(records)
+    greatest = max((g.longest.median for g in found), default=0.0)
+    rows: list[str] = []
+    for g in found:
+        wait = g.prompt_first_token_s
+        waited = f"{wait.median:.2f} ({wait.low:.2f} … {wait.high:.2f})" if wait else "–"
+        rows.append(
+            f"| {g.arm} | {'nothing else' if g.kind == 'quiet' else 'prompts arriving'} | {_ms(g.longest)} | "
+            f"{_ms(g.p99)} | {_ms(g.median)} | {100 * g.stalled_share.median:.0f} % "
+            f"({100 * g.stalled_share.low:.0f} … {100 * g.stalled_share.high:.0f}) | {waited} | {g.longest.n} | "
+            f"{bar(g.longest.median, greatest)} |"
+        )
+    head = "arm | load | longest gap ms | p99 gap ms | median gap ms | of its time in gaps > 100 ms"
+    return _table(f"{head} | prompts' first token s | answers | (longest gap)", rows)
+
+
+def _idle(records: Sequence[s.Record]) -> list[str]:
+    cells = s.idle(records)
+    greatest = max((v.median for v in cells.values()), default=0.0)
+    rows = [
+        f"| {arm} | {v.median:.3f} | {v.low:.3f} … {v.high:.3f} | {v.n} | {bar(v.median, greatest)} |"
+        for arm, v in cells.items()
+    ]
+    return _table("server | cores, median | spread | windows of 10 s | ", rows)
+
+
+def _micro(records: Iterable[s.Record]) -> list[str]:
+    rows = [
+        f"| {r['what']} | {r['median_ns']:,.0f} | {r['low_ns']:,.0f} … {r['high_ns']:,.0f} | {r['n']} |"
+        for r in records
+        if r["kind"] == "micro"
+    ]
+    return _table("operation | median ns | spread ns | n", rows)
+
+
+def _attempts(records: Iterable[s.Record]) -> list[str]:
+    rows = [f"| {r['what']} | {r['outcome']} | {r['s']:.1f} |" for r in records if r["kind"] == "attempt"]
+    return _table("attempt | outcome | seconds", rows)
+
+
+def _ms(v: s.Spread) -> str:
+    return f"{v.median:.1f} ({v.low:.1f} … {v.high:.1f})"
+
+
+def _table(head: str, rows: Sequence[str]) -> list[str]:
+    if not rows:
+        return []
+    rule = "|" + "---|" * (head.count("|") + 1)
+    return ["\n".join([f"| {head} |", rule, *rows])]

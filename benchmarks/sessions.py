@@ -1,0 +1,194 @@
+"""Which servers are up together, on which cores, and what is measured on them.
+
+ours      ordinary server and our prefiller on core 0, our decoder on core 1: first token, interference, idle
+replicas  an ordinary server on each core: interference
+pull      vLLM's NixlConnector, prefilling on core 0 and decoding on core 1: first token, idle
+push      vLLM's NixlPushConnector, the same: one attempt
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import idle, interference, ttft
+from benchmarks.client import RequestFailed, random_prompt, stream, stream_in_two_steps
+from benchmarks.records import RecordFile
+from benchmarks.summary import OURS, OURS_PREFILLER, PULL, PULL_PREFILLER, SHARED
+from vllm_pd_connector.testing.machine import free_ports
+from vllm_pd_connector.testing.servers import Server, ServerSpec
+
+PUSH_TIMEOUT_S = 60.0
+NUM_TOKENS = 2  # per answer where only the first one counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How much to measure.
+
+    Attributes:
+        only: "ttft", "interference", "idle", or nothing for all.
+        ours_extra: added to the connector's configuration on both our servers.
+    """
+
+    records: RecordFile
+    model: str
+    only: str | None
+    lengths: Sequence[int] = ttft.PROMPT_TOKENS
+    reps: int = 5
+    answers: int = 3
+    answer_tokens: int = 1000
+    windows: int = 3
+    ours_extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def wants(self, kind: str) -> bool:
+        return self.only in (None, kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """Servers that are up together. `serves` are the kinds of measurement it takes part in."""
+
+    serves: frozenset[str]
+    specs: Callable[[Plan], list[ServerSpec]]
+    run: Callable[[Plan, Sequence[Server]], None]
+
+
+def _plain(plan: Plan, core: int) -> ServerSpec:
+    return ServerSpec(plan.model, "plain", name=f"plain-core{core}", cores=[core])
+
+
+def _our_specs(plan: Plan) -> list[ServerSpec]:
+    return [
+        _plain(plan, 0),
+        ServerSpec(plan.model, "prefiller", cores=[0], extra=plan.ours_extra),
+        ServerSpec(plan.model, "decoder", cores=[1], extra=plan.ours_extra),
+    ]
+
+
+def _nixl_specs(plan: Plan, connector: str) -> list[ServerSpec]:
+    transfer = json.dumps({"kv_connector": connector, "kv_role": "kv_both", "kv_buffer_device": "cpu"})
+    return [
+        ServerSpec(
+            plan.model,
+            "plain",
+            name=f"{connector}-core{core}",
+            cores=[core],
+            args=["--kv-transfer-config", transfer],
+            env={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port), "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"},
+        )
+        for core, port in enumerate(free_ports(2))
+    ]
+
+
+def _run_ours(plan: Plan, servers: Sequence[Server]) -> None:
+    shared, prefiller, decoder = servers
+    leaders = [server.process.pid for server in servers]
+    arms = {SHARED: _asks(plan, shared), OURS_PREFILLER: _asks(plan, prefiller), OURS: _asks(plan, decoder)}
+    if plan.wants("ttft"):
+        ttft.measure(plan.records, "ours", arms, leaders, lengths=plan.lengths, reps=plan.reps)
+    if plan.wants("idle"):
+        idle.measure(
+            plan.records,
+            "ours",
+            dict(zip((SHARED, "our prefiller", "our decoder"), leaders, strict=True)),
+            lambda: _ask_each(arms.values()),
+            windows=plan.windows,
+        )
+    if plan.wants("interference"):
+        _interfere(plan, "ours: prefiller + decoder", decoder.url, [decoder.url], leaders)
+    _check_remote(plan, decoder)
+
+
+def _run_replicas(plan: Plan, servers: Sequence[Server]) -> None:
+    urls = [server.url for server in servers]
+    _interfere(plan, "two ordinary servers, in turn", urls[0], urls, [server.process.pid for server in servers])
+
+
+def _run_pull(plan: Plan, servers: Sequence[Server]) -> None:
+    prefiller, decoder = servers
+    leaders = [server.process.pid for server in servers]
+    arms: dict[str, ttft.Ask] = {
+        PULL_PREFILLER: _asks(plan, prefiller),
+        PULL: lambda prompt: stream_in_two_steps(prefiller.url, decoder.url, plan.model, prompt, NUM_TOKENS),
+    }
+    if plan.wants("ttft"):
+        ttft.measure(plan.records, "pull", arms, leaders, lengths=plan.lengths, reps=plan.reps)
+    if plan.wants("idle"):
+        names = ("NixlConnector, prefilling", "NixlConnector, decoding")
+        idle.measure(
+            plan.records,
+            "pull",
+            dict(zip(names, leaders, strict=True)),
+            lambda: _ask_each(arms.values()),
+            windows=plan.windows,
+        )
+
+
+def _run_push(plan: Plan, servers: Sequence[Server]) -> None:
+    prefiller, decoder = servers
+    start, outcome = time.monotonic(), "completed"
+    try:
+        prompt = random_prompt(200, "push")
+        stream_in_two_steps(prefiller.url, decoder.url, plan.model, prompt, NUM_TOKENS, timeout_s=PUSH_TIMEOUT_S)
+    except TimeoutError:
+        outcome = f"not completed within {PUSH_TIMEOUT_S:.0f} s"
+    except (OSError, RequestFailed) as error:
+        outcome = f"failed: {error}"
+    seconds = round(time.monotonic() - start, 2)
+    plan.records.add("attempt", what="NixlPushConnector, 200 tokens", outcome=outcome, s=seconds)
+    print(f"  NixlPushConnector: {outcome}", flush=True)
+
+
+def _interfere(plan: Plan, arm: str, answer_url: str, prompt_urls: Sequence[str], leaders: Sequence[int]) -> None:
+    interference.measure(
+        plan.records,
+        arm,
+        plan.model,
+        answer_url,
+        prompt_urls,
+        leaders,
+        reps=plan.answers,
+        answer_tokens=plan.answer_tokens,
+    )
+
+
+def _check_remote(plan: Plan, decoder: Server) -> None:
+    """Record what the decoder counted: figures of a pair that prefilled locally would be worthless."""
+    counted = decoder.metrics()
+    plan.records.add("counted", **{name: counted.get(name, 0.0) for name in ("dispatched", "released", "failed")})
+    if not counted.get("dispatched") or counted.get("failed") or counted.get("prefilled_locally"):
+        raise RuntimeError(f"the decoder prefilled requests itself, its figures mean nothing: {counted}")
+
+
+def _asks(plan: Plan, server: Server) -> ttft.Ask:
+    return lambda prompt: stream(server.url, plan.model, prompt, NUM_TOKENS)
+
+
+def _ask_each(asks: Any) -> None:
+    for index, ask in enumerate(asks):
+        ask(random_prompt(200, "idle", index))
+
+
+SESSIONS: dict[str, Session] = {
+    "ours": Session(serves=frozenset({"ttft", "interference", "idle"}), specs=_our_specs, run=_run_ours),
+    "replicas": Session(
+        serves=frozenset({"interference"}), specs=lambda plan: [_plain(plan, 0), _plain(plan, 1)], run=_run_replicas
+    ),
+    "pull": Session(
+        serves=frozenset({"ttft", "idle"}), specs=lambda plan: _nixl_specs(plan, "NixlConnector"), run=_run_pull
+    ),
+    "push": Session(
+        serves=frozenset({"ttft"}), specs=lambda plan: _nixl_specs(plan, "NixlPushConnector"), run=_run_push
+    ),
+}
+
+
+def results_directory(root: Path, commit: str) -> Path:
+    """`benchmarks/results/<date>-<commit>`, with the time where that exists."""
+    directory = root / "benchmarks" / "results" / f"{time.strftime('%Y-%m-%d')}-{commit}"
+    return directory.with_name(f"{directory.name}-{time.strftime('%H%M')}") if directory.exists() else directory

@@ -1,0 +1,62 @@
+"""The transport contract once more where NIXL has to use sockets: writes are really in flight there."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# The process needs 10 s on a quiet machine, most of them for imports.
+pytestmark = [pytest.mark.nixl, pytest.mark.slow, pytest.mark.timeout(180)]
+
+HERE = Path(__file__).parent
+SCRIPT = """
+import sys
+import pytest
+
+if pytest.main(["-q", "-p", "no:cacheprovider", "-m", "nixl", "test_transport.py"]):
+    sys.exit("the contract does not hold")
+print("THE CONTRACT HOLDS", flush=True)
+
+from test_transport import NUM_LAYERS, WriteStatus, bound, make_pair
+from vllm_pd_connector.transport.nixl import NixlTransport
+
+names = iter(range(9))
+pair = make_pair(lambda: NixlTransport(f"tcp-{next(names)}"), page_bytes=1 << 20)
+peer = pair.connect()
+blocks = list(range(1, 16))
+handle = pair.src.post_write(peer, bound(pair, blocks, blocks, list(range(NUM_LAYERS))), b"n")
+first = pair.src.poll(handle)
+assert pair.drive(handle) == [WriteStatus.DONE]
+assert pair.wait_for_notes(1) == [b"n"]
+for layer in range(NUM_LAYERS):
+    for block in blocks:
+        assert (pair.dst_kv.page(layer, block) == pair.src_kv.page(layer, block)).all()
+assert first is WriteStatus.POSTED, first
+print("POSTED WAS SEEN", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def output() -> str:
+    """What one process said that had nothing but sockets (UCX reads its setting at start)."""
+    pytest.importorskip("nixl._api")
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        cwd=HERE,
+        env={**os.environ, "UCX_TLS": "tcp"},
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    return done.stdout[-3000:] + done.stderr[-2000:]
+
+
+def test_the_contract_holds_over_sockets(output: str) -> None:
+    assert "THE CONTRACT HOLDS" in output, output
+
+
+def test_a_large_write_is_in_flight_after_it_was_posted(output: str) -> None:
+    assert "POSTED WAS SEEN" in output, output

@@ -1,0 +1,236 @@
+"""Fences over real sockets on this host: answers, refusals, garbage, and strangers who never reach the handler."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from vllm_pd_connector.control.fence_client import FenceClient, FenceOutcome
+from vllm_pd_connector.control.fence_server import Answer, FenceServer
+from vllm_pd_connector.control.keys import ControlKey, load_key, write_key
+from vllm_pd_connector.errors import ConfigError
+from vllm_pd_connector.wire.codec import MAX_CONTROL_BYTES, decode_control, encode
+from vllm_pd_connector.wire.messages import ControlEndpoint, Fence, Quiet, Refused
+
+GENERATION, OTHER = "a" * 16, "b" * 16
+TRANSFER = "c" * 32
+Open = Callable[..., FenceServer]
+
+
+class Handler:
+    """Keeps what reached it; answers at once unless it is silent."""
+
+    def __init__(self) -> None:
+        self.fenced: list[str] = []
+        self.is_silent = False
+
+    def __call__(self, transfer_id: str, answer: Answer) -> None:
+        self.fenced.append(transfer_id)
+        if not self.is_silent:
+            answer(17)
+
+
+@pytest.fixture
+def handler() -> Handler:
+    return Handler()
+
+
+@pytest.fixture
+def serve(handler: Handler) -> Iterator[Open]:
+    servers: list[FenceServer] = []
+
+    def open_server(key: ControlKey | None = None, generation: str = GENERATION) -> FenceServer:
+        server = FenceServer("127.0.0.1", 0, generation=generation, key=key, on_fence=handler)
+        servers.append(server)
+        server.start()
+        return server
+
+    yield open_server
+    for server in servers:
+        server.close()
+
+
+def make_key(path: Path) -> ControlKey:
+    write_key(str(path))
+    key = load_key(str(path))
+    assert key is not None
+    return key
+
+
+def ask(
+    *endpoints: str, generation: str = GENERATION, key: ControlKey | None = None, timeout_s: float = 5.0
+) -> FenceOutcome:
+    async def run() -> FenceOutcome:
+        client = FenceClient(key)
+        try:
+            controls = [ControlEndpoint(endpoint=e, generation=generation) for e in endpoints]
+            return await client.ask(controls, TRANSFER, timeout_s)
+        finally:
+            client.close()
+
+    return asyncio.run(run())
+
+
+def test_a_rank_that_stopped_is_quiet(serve: Open, handler: Handler) -> None:
+    assert ask(serve().endpoint) == FenceOutcome(is_quiet=True)
+    assert handler.fenced == [TRANSFER]
+
+
+def test_every_rank_has_to_be_quiet(serve: Open, handler: Handler) -> None:
+    first, second = serve(), serve()
+    assert ask(first.endpoint, second.endpoint).is_quiet
+    assert handler.fenced == [TRANSFER] * 2
+    gone = FenceServer("127.0.0.1", 0, generation=GENERATION, key=None, on_fence=handler)
+    gone.start()
+    gone.close()
+    outcome = ask(first.endpoint, gone.endpoint, timeout_s=0.5)
+    assert (outcome.is_quiet, outcome.is_dead) == (False, True)
+
+
+def test_a_rank_that_does_not_answer_is_neither_quiet_nor_dead(serve: Open, handler: Handler) -> None:
+    handler.is_silent = True
+    outcome = ask(serve().endpoint, timeout_s=0.2)
+    assert (outcome.is_quiet, outcome.is_dead) == (False, False)
+    assert "no answer" in outcome.reason
+
+
+def test_another_process_at_the_address_cannot_answer(serve: Open, handler: Handler) -> None:
+    outcome = ask(serve(generation=OTHER).endpoint)
+    assert (outcome.is_quiet, outcome.is_dead) == (False, True)
+    assert handler.fenced == []  # law 11
+
+
+def test_an_answer_may_come_later_from_another_thread(serve: Open, handler: Handler) -> None:
+    late: list[threading.Thread] = []
+
+    def answer_later(transfer_id: str, answer: Answer) -> None:
+        late.append(threading.Thread(target=answer, args=(3,)))
+        late[-1].start()
+
+    server = FenceServer("127.0.0.1", 0, generation=GENERATION, key=None, on_fence=answer_later)
+    server.start()
+    try:
+        assert ask(server.endpoint).is_quiet
+    finally:
+        late[0].join()
+        server.close()
+
+
+def exchange(endpoint: str, frames: list[bytes], *, wait_s: float) -> list[bytes] | None:
+    """Send frames as a stranger would; the answer, or None without one."""
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    try:
+        socket.connect(endpoint)
+        socket.send_multipart(frames)
+        return socket.recv_multipart() if socket.poll(int(wait_s * 1000)) else None
+    finally:
+        socket.close()
+        context.term()
+
+
+GARBAGE = {
+    "nothing": [b""],
+    "not msgpack": [b"\xc1\xff\x00"],
+    "an unknown tag": [b"\x92\x63\x00"],
+    "an answer, not a request": [encode(Quiet(transfer_id=TRANSFER, units=1))],
+    "two frames": [encode(Fence(TRANSFER, GENERATION)), b"more"],
+    "a transfer id that is none": [b"\x93\x03\xa3abc\xa3abc"],
+    "deep nesting": [b"\x91" * 4000],
+}
+
+
+@pytest.mark.parametrize("frames", GARBAGE.values(), ids=list(GARBAGE))
+def test_garbage_costs_one_refusal_and_the_next_fence_is_served(
+    serve: Open, handler: Handler, frames: list[bytes]
+) -> None:
+    server = serve()
+    answer = exchange(server.endpoint, frames, wait_s=5)
+    assert answer is not None
+    assert isinstance(decode_control(answer[-1]), Refused)
+    assert handler.fenced == []
+    assert ask(server.endpoint).is_quiet  # law 12
+
+
+def test_an_oversized_frame_is_dropped_and_the_next_fence_is_served(serve: Open, handler: Handler) -> None:
+    server = serve()
+    assert exchange(server.endpoint, [bytes(MAX_CONTROL_BYTES + 1)], wait_s=0.2) is None
+    assert handler.fenced == []
+    assert ask(server.endpoint).is_quiet
+
+
+def test_a_pool_with_a_key_serves_its_own(serve: Open, handler: Handler, tmp_path: Path) -> None:
+    key = make_key(tmp_path / "pool.key")
+    assert ask(serve(key).endpoint, key=key).is_quiet
+    assert handler.fenced == [TRANSFER]
+
+
+@pytest.mark.parametrize("stranger", ["no key", "another key"])
+def test_a_stranger_never_reaches_the_handler(serve: Open, handler: Handler, tmp_path: Path, stranger: str) -> None:
+    key = make_key(tmp_path / "pool.key")
+    wrong = None if stranger == "no key" else make_key(tmp_path / "other.key")
+    server = serve(key)
+    outcome = ask(server.endpoint, key=wrong, timeout_s=0.4)
+    assert (outcome.is_quiet, outcome.is_dead) == (False, False)
+    assert handler.fenced == []  # law 13
+    assert ask(server.endpoint, key=key).is_quiet
+
+
+def test_a_client_that_knows_only_the_public_key_is_refused(serve: Open, handler: Handler, tmp_path: Path) -> None:
+    """It can speak CURVE to the server, but its own key is not the pool's."""
+    key = make_key(tmp_path / "pool.key")
+    server = serve(key)
+    public, secret = zmq.curve_keypair()
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = key.public, public, secret
+    socket.connect(server.endpoint)
+    socket.send(encode(Fence(TRANSFER, GENERATION)))
+    assert not socket.poll(400)
+    socket.close()
+    context.term()
+    assert handler.fenced == []
+
+
+def test_an_address_that_cannot_be_bound_is_a_config_error(serve: Open, handler: Handler) -> None:
+    taken = int(serve().endpoint.rsplit(":", 1)[1])
+    for host, port in (("127.0.0.1", taken), ("192.0.2.1", 0)):
+        with pytest.raises(ConfigError, match="advertise_host"):
+            FenceServer(host, port, generation=GENERATION, key=None, on_fence=handler)
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_dead"),
+    [
+        (Refused(reason="another process answers here now", transfer_id=TRANSFER), True),
+        pytest.param(
+            Refused(reason="control frame of 60 B: cannot be decoded"),
+            False,
+            marks=pytest.mark.xfail(reason="FenceClient takes any refusal for another process", strict=True),
+        ),
+    ],
+    ids=["another process", "not understood"],
+)
+def test_only_a_refusal_by_another_process_means_that_the_writer_is_gone(answer: Refused, is_dead: bool) -> None:
+    """A rank that could not read the question may still be writing (law 1)."""
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.linger = 0
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+
+    def reply_once() -> None:
+        if router.poll(5_000):
+            router.send_multipart([router.recv_multipart()[0], encode(answer)])
+
+    thread = threading.Thread(target=reply_once)
+    thread.start()
+    outcome = ask(f"tcp://127.0.0.1:{port}")
+    thread.join()
+    router.close()
+    context.term()
+    assert (outcome.is_quiet, outcome.is_dead) == (False, is_dead)

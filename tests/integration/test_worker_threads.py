@@ -1,0 +1,208 @@
+"""`WorkerHalf` as vLLM drives it: registered tensors, layer hooks, its own threads, a fence over a socket, shutdown."""
+
+import asyncio
+import base64
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from scheduler_rig import BLOCK, LAYERS, make_rig
+
+from vllm_pd_connector.config import PDConfig
+from vllm_pd_connector.control.fence_client import FenceClient, FenceOutcome
+from vllm_pd_connector.engine.step import BeginTransfer, CloseTransfer, ExpectTransfer, StepMetadata
+from vllm_pd_connector.engine.worker_half import WorkerHalf
+from vllm_pd_connector.errors import UnsupportedEngine
+from vllm_pd_connector.plan.write import ChunkWrite
+from vllm_pd_connector.transport.memory import MemoryFabric, MemoryTransport
+from vllm_pd_connector.wire.messages import ControlEndpoint, DecoderRank, Reservation
+
+NUM_BLOCKS, HEADS, CONTENT = 12, 2, 64
+TRANSFER = "a" * 32
+
+
+def caches(fill: float) -> dict[str, torch.Tensor]:
+    """Two layers in one allocation, and a third name for the second one's memory (KV sharing)."""
+    storage = torch.full((len(LAYERS), NUM_BLOCKS, HEADS, BLOCK, CONTENT), fill)
+    views = {name: storage[index] for index, name in enumerate(LAYERS)}
+    return {**views, "alias of l1": storage[1]}
+
+
+class Side:
+    """One worker process's half."""
+
+    def __init__(self, directory: Path, role: str, fabric: MemoryFabric, fill: float, polls: int = 1) -> None:
+        rig = make_rig(directory, role=role, num_blocks=NUM_BLOCKS)
+        self.kv = caches(fill)
+        self.half = WorkerHalf(
+            PDConfig(),
+            rig.scheduler.vllm_config,
+            rig.scheduler.kv_cache_config,
+            rank=0,
+            open_transport=lambda name: MemoryTransport(fabric, name, polls),
+        )
+        self.half.register(self.kv)
+        self.sent: list[str] = []
+        self.received: list[str] = []
+
+    def results(self) -> None:
+        sent, received, _ = self.half.take_results()
+        self.sent += sent
+        self.received += received
+
+
+@pytest.fixture
+def sides(tmp_path: Path) -> Iterator[tuple[Side, Side]]:
+    fabric = MemoryFabric()
+    made = (
+        Side(tmp_path, "kv_producer", fabric, 3.5),
+        Side(tmp_path, "kv_consumer", fabric, 0.0),
+    )
+    yield made
+    for side in made:
+        side.half.shutdown()
+        side.half.shutdown()
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end, what
+
+
+def begin(prefiller: Side, decoder: Side, *writes: ChunkWrite) -> StepMetadata:
+    handshake = decoder.half.handshake()
+    reservation = Reservation(
+        protocol=1,
+        transfer_id=TRANSFER,
+        decoder="d",
+        decoder_generation="d" * 16,
+        prefiller_generation="e" * 16,
+        first_page=0,
+        blocks=[4, 5],
+        lease_s=60.0,
+        ranks=[DecoderRank(descriptor=base64.b64encode(handshake.descriptor).decode(), pages=handshake.pages)],
+    )
+    orders = StepMetadata(begins=[BeginTransfer(reservation=reservation, lease_s=60.0)], writes=list(writes))
+    prefiller.half.start_step(orders)
+    return orders
+
+
+WRITE = ChunkWrite(transfer_id=TRANSFER, src_blocks=(1, 2), dst_blocks=(4, 5))
+
+
+def expect(decoder: Side) -> None:
+    order = ExpectTransfer(transfer_id=TRANSFER, request_id="r", num_pages=2, src_tp=1)
+    decoder.half.start_step(StepMetadata(expects=[order]))
+
+
+def close(prefiller: Side) -> None:
+    order = CloseTransfer(transfer_id=TRANSFER, request_id="r", cancel=False, report=True)
+    prefiller.half.start_step(StepMetadata(closes=[order]))
+
+
+def test_a_request_travels_layer_by_layer_and_is_reported_once_on_both_sides(sides: tuple[Side, Side]) -> None:
+    prefiller, decoder = sides
+    expect(decoder)
+    begin(prefiller, decoder, WRITE)
+    prefiller.half.layer_done("l0")
+    until(lambda: bool((decoder.kv["l0"][4:6] == 3.5).all()), "layer 0 does not arrive while layer 1 computes")
+    assert not decoder.kv["l1"].any()
+    prefiller.half.layer_done("alias of l1")
+    prefiller.half.layer_done("no such layer")
+    prefiller.half.layer_done("l1")
+    prefiller.half.end_step()
+    close(prefiller)
+
+    def both() -> bool:
+        prefiller.results()
+        decoder.results()
+        return bool(prefiller.sent and decoder.received)
+
+    until(both, "not reported")
+    both()
+    assert (prefiller.sent, decoder.received) == (["r"], ["r"])  # law 7
+    assert bool((decoder.kv["l1"][4:6] == 3.5).all())
+    decoder.kv["l0"][4:6] = 0
+    decoder.kv["l1"][4:6] = 0
+    assert not decoder.kv["l0"].any()
+    assert not decoder.kv["l1"].any()
+
+
+def test_an_alias_of_a_layers_memory_is_neither_a_layer_nor_a_signal(sides: tuple[Side, Side]) -> None:
+    prefiller, decoder = sides
+    handshake = prefiller.half.handshake()
+    assert handshake.pages.num_layers == len(LAYERS)
+    assert handshake.shape.layers.split() == LAYERS
+    begin(prefiller, decoder, WRITE)
+    prefiller.half.layer_done("alias of l1")
+    prefiller.half.layer_done("l0")
+    until(lambda: bool((decoder.kv["l0"][4:6] == 3.5).all()), "layer 0 does not arrive")
+    assert not decoder.kv["l1"].any()
+
+
+def test_hooks_outside_a_step_with_writes_cost_nothing_and_do_nothing(sides: tuple[Side, Side]) -> None:
+    prefiller, _ = sides
+    prefiller.half.layer_done("l0")
+    prefiller.half.end_step()
+    prefiller.half.start_step(StepMetadata())
+    prefiller.half.layer_done("l0")
+    prefiller.half.end_step()
+    assert prefiller.half.take_results() == (set(), set(), set())
+    assert prefiller.half.take_report() is None
+
+
+def test_a_preemption_returns_when_the_pages_are_read_no_more(sides: tuple[Side, Side]) -> None:
+    prefiller, decoder = sides
+    begin(prefiller, decoder, WRITE)
+    prefiller.half.end_step()
+    prefiller.half.handle_preemptions([TRANSFER])
+    assert bool((decoder.kv["l0"][4:6] == 3.5).all())  # law 2
+    assert bool((decoder.kv["l1"][4:6] == 3.5).all())
+
+
+def test_a_fence_over_the_socket_stops_a_transfer_that_has_not_begun(sides: tuple[Side, Side]) -> None:
+    prefiller, decoder = sides
+    handshake = prefiller.half.handshake()
+
+    async def ask() -> FenceOutcome:
+        client = FenceClient(None)
+        control = ControlEndpoint(endpoint=handshake.control, generation=handshake.generation)
+        try:
+            return await client.ask([control], TRANSFER, 5.0)
+        finally:
+            client.close()
+
+    assert asyncio.run(ask()).is_quiet
+    begin(prefiller, decoder, WRITE)
+    prefiller.half.end_step()
+    close(prefiller)
+
+    def is_sent() -> bool:
+        prefiller.results()
+        return bool(prefiller.sent)
+
+    until(is_sent, "the cancelled transfer is not given back")
+    assert not decoder.kv["l0"].any()  # law 1
+
+
+def test_a_decoder_listens_on_no_control_port(sides: tuple[Side, Side]) -> None:
+    _, decoder = sides
+    assert decoder.half.handshake().control == ""
+
+
+def test_pages_that_are_not_contiguous_are_refused_at_start(tmp_path: Path) -> None:
+    rig = make_rig(tmp_path, role="kv_producer", num_blocks=NUM_BLOCKS)
+    half = WorkerHalf(
+        PDConfig(),
+        rig.scheduler.vllm_config,
+        rig.scheduler.kv_cache_config,
+        rank=0,
+        open_transport=lambda name: MemoryTransport(MemoryFabric(), name),
+    )
+    views = caches(0.0)
+    views["l0"] = views["l0"].transpose(1, 2)
+    with pytest.raises(UnsupportedEngine, match="contiguous"):
+        half.register(views)

@@ -1,0 +1,102 @@
+"""Law 6: whatever the order, doubling or lateness of notes, a transfer completes once, when all its units are there."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from vllm_pd_connector.ids import TransferId
+from vllm_pd_connector.lifecycle.completion import Arrival, CompletionTable
+
+TRANSFERS = [TransferId(letter * 32) for letter in "abc"]
+Note = tuple[int, int, int]
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=8), st.data())
+def test_a_transfer_completes_exactly_once_with_its_last_distinct_note(units: list[int], data: st.DataObject) -> None:
+    notes = [(seq % 2, seq // 2, count) for seq, count in enumerate(units)]
+    doubled = notes + data.draw(st.lists(st.sampled_from(notes), max_size=6))
+    deliveries: list[Note | None] = data.draw(st.permutations([*doubled, None]))  # None: the transfer becomes known
+    table = CompletionTable(max_parked=4)
+    seen: set[Note] = set()
+    is_known = False
+    completions = 0
+    for note in deliveries:
+        was_complete = is_known and seen == set(notes)
+        if note is None:
+            is_known = True
+            completed = table.expect(TRANSFERS[0], sum(units))
+        else:
+            arrival = table.arrive(TRANSFERS[0], sender=note[0], seq=note[1], units=note[2])
+            assert (arrival is Arrival.DUPLICATE) == (note in seen)
+            seen.add(note)
+            completed = arrival is Arrival.REACHED
+        completions += completed
+        assert completed == (not was_complete and is_known and seen == set(notes))
+    assert completions == 1
+    assert table.arrived(TRANSFERS[0]) == sum(units)
+
+
+class Counting(RuleBasedStateMachine):
+    """Three transfers at once against a set of what was delivered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = CompletionTable(max_parked=2)
+        self.seen: dict[TransferId, dict[tuple[int, int], int]] = {}
+        self.expected: dict[TransferId, int] = {}
+        self.forgotten: set[TransferId] = set()
+        self.parked: list[TransferId] = []
+
+    @rule(transfer=st.sampled_from(TRANSFERS), sender=st.integers(0, 2), seq=st.integers(0, 3), units=st.integers(1, 3))
+    def arrive(self, transfer: TransferId, sender: int, seq: int, units: int) -> None:
+        arrival = self.table.arrive(transfer, sender=sender, seq=seq, units=units)
+        if transfer in self.forgotten:
+            assert arrival is Arrival.LATE
+            return
+        seen = self.seen.setdefault(transfer, {})
+        if (sender, seq) in seen:
+            assert arrival is Arrival.DUPLICATE
+            return
+        seen[sender, seq] = units
+        total = sum(seen.values())
+        if transfer in self.expected:
+            reached, excess = total == self.expected[transfer], total > self.expected[transfer]
+            assert arrival is (Arrival.EXCESS if excess else Arrival.REACHED if reached else Arrival.COUNTED)
+        elif transfer in self.parked or len(self.parked) < 2:
+            assert arrival is Arrival.PARKED
+            if transfer not in self.parked:
+                self.parked.append(transfer)
+        else:
+            assert arrival is Arrival.OVERFLOW
+            self.seen.pop(self.parked.pop(0))
+            self.parked.append(transfer)
+
+    @rule(transfer=st.sampled_from(TRANSFERS), units=st.integers(1, 8))
+    def expect(self, transfer: TransferId, units: int) -> None:
+        if transfer in self.expected or transfer in self.forgotten:
+            return  # ids are fresh: told once, and never again after they are over
+        already = sum(self.seen.get(transfer, {}).values())
+        assert self.table.expect(transfer, units) == (already >= units)
+        self.expected[transfer] = units
+        if transfer in self.parked:
+            self.parked.remove(transfer)
+
+    @precondition(lambda self: len(self.forgotten) < len(TRANSFERS))
+    @rule(transfer=st.sampled_from(TRANSFERS))
+    def forget(self, transfer: TransferId) -> None:
+        self.table.forget(transfer)
+        self.forgotten.add(transfer)
+        self.expected.pop(transfer, None)
+        self.seen.pop(transfer, None)
+        if transfer in self.parked:
+            self.parked.remove(transfer)
+
+    @invariant()
+    def counts_agree(self) -> None:
+        assert len(self.table) == len(self.expected)
+        assert self.table.num_parked == len(self.parked) <= 2
+        for transfer in TRANSFERS:
+            assert self.table.arrived(transfer) == sum(self.seen.get(transfer, {}).values())
+
+
+TestCounting = Counting.TestCase

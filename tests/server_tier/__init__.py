@@ -1,0 +1,1 @@
+"""What the tests with real servers share: how to ask, what is asked, which servers run."""

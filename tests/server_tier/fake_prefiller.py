@@ -1,0 +1,96 @@
+"""An HTTP server that a decoder takes for a prefiller: it answers as a test tells it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from server_tier.ask import post
+from vllm_pd_connector.testing.machine import HOST
+from vllm_pd_connector.wire.transfer_params import HELLO, REPLY
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What is sent back; status 0 closes the connection without a word."""
+
+    status: int
+    body: bytes
+
+    @classmethod
+    def json(cls, value: Any, status: int = 200) -> Reply:
+        return cls(status, json.dumps(value).encode())
+
+    @classmethod
+    def params(cls, reply: Any) -> Reply:
+        """A completion that carries `pd_reply`."""
+        return cls.json({"choices": [], "kv_transfer_params": {REPLY: reply}})
+
+
+@dataclass(slots=True)
+class FakePrefiller:
+    """Attributes:
+    url: base URL.
+    real: server whose greeting is passed on while `on_hello` is None.
+    on_hello: answer to greetings.
+    on_dispatch: answer to dispatches.
+    num_hellos: greetings seen.
+    num_dispatches: dispatches seen.
+    """
+
+    url: str
+    real: str
+    on_hello: Reply | None = None
+    on_dispatch: Reply = Reply(500, b"")
+    num_hellos: int = 0
+    num_dispatches: int = 0
+
+    def answer(self, body: dict[str, Any]) -> Reply:
+        if HELLO not in (body.get("kv_transfer_params") or {}):
+            self.num_dispatches += 1
+            return self.on_dispatch
+        self.num_hellos += 1
+        return self.on_hello or self.real_hello(body)
+
+    def real_hello(self, body: dict[str, Any]) -> Reply:
+        status, answer = post(self.real, {**body, "prompt": [1]})
+        return Reply.json(answer, status)
+
+
+@contextmanager
+def fake_prefiller(port: int, real: str) -> Iterator[FakePrefiller]:
+    """Listen while the test runs."""
+    fake = FakePrefiller(f"http://{HOST}:{port}", real)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            reply = fake.answer(body)
+            self.close_connection = True  # nothing of an earlier answer is reused
+            if not reply.status:
+                return
+            self.send_response(reply.status)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(reply.body)))
+            self.send_header("connection", "close")
+            self.end_headers()
+            self.wfile.write(reply.body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer((HOST, port), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield fake
+        finally:
+            server.shutdown()
+            thread.join()

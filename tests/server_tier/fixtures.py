@@ -1,0 +1,135 @@
+"""Fixtures of the server tier, the order in which its tests run, and the totals printed at the end."""
+
+from __future__ import annotations
+
+import faulthandler
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from server_tier.ask import Score, Waits
+from server_tier.reference import Reference, record
+from server_tier.stage import SETS, Stage
+from vllm_pd_connector.testing.servers import Server
+
+FLOAT32_TIE, FLOAT32_TOLERANCE = 1e-4, 5e-4
+BFLOAT16_TIE, BFLOAT16_TOLERANCE = 0.06, 0.3
+
+SUMMARY: list[str] = []
+"""Lines that are printed after the last test."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    prefiller: Server
+    decoder: Server
+
+
+@pytest.fixture(scope="session")
+def references(request: pytest.FixtureRequest, stage: Stage) -> dict[str, Reference]:
+    """What ordinary servers answered; they run and end before any other server starts."""
+    names = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    stage.close()
+    found = record([m for m in ("random", "smollm") if f"{m}_reference" in names], stage.folder / "reference")
+    Waits.forget()
+    return found
+
+
+@pytest.fixture(scope="session")
+def random_reference(references: dict[str, Reference]) -> Reference:
+    return references["random"]
+
+
+@pytest.fixture(scope="session")
+def smollm_reference(references: dict[str, Reference]) -> Reference:
+    return references["smollm"]
+
+
+@pytest.fixture(scope="session")
+def stage() -> Iterator[Stage]:
+    """All servers of the session; they are gone at its end."""
+    stage = Stage()
+    yield stage
+    stage.close()
+    started = ", ".join(f"{name} {seconds:.0f}" for name, seconds in stage.started.items())
+    SUMMARY.append(f"servers were ready after (s): {started}; logs in {stage.folder}")
+
+
+@pytest.fixture
+def main_pair(random_reference: Reference, stage: Stage) -> Pair:
+    return Pair(*stage.use("main"))
+
+
+@pytest.fixture
+def smollm_pair(smollm_reference: Reference, stage: Stage) -> Pair:
+    return Pair(*stage.use("smollm"))
+
+
+@pytest.fixture
+def tp2_pair(random_reference: Reference, stage: Stage) -> Pair:
+    return Pair(*stage.use("tp2"))
+
+
+@pytest.fixture
+def both_servers(random_reference: Reference, stage: Stage) -> list[Server]:
+    """kv_both with on_failure=error, kv_both with on_failure=local, a decoder without prefillers."""
+    return stage.use("both")
+
+
+@pytest.fixture
+def faulty_servers(random_reference: Reference, stage: Stage) -> list[Server]:
+    """Prefillers "wrong", "checked" and "stuck", and their decoder."""
+    return stage.use("faulty")
+
+
+@pytest.fixture
+def score(request: pytest.FixtureRequest) -> Iterator[Score]:
+    """For float32; printed and added to the totals when the test ends."""
+    yield from _score(request.node.name, Score(FLOAT32_TIE, FLOAT32_TOLERANCE))
+
+
+@pytest.fixture
+def bf16_score(request: pytest.FixtureRequest) -> Iterator[Score]:
+    yield from _score(request.node.name, Score(BFLOAT16_TIE, BFLOAT16_TOLERANCE))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests with servers take longer than `faulthandler_timeout` allows the others."""
+    if item.get_closest_marker("server"):
+        faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one set of servers run one after another; those that kill servers come last."""
+    order = [*(f"{name}_servers" for name in SETS), *(f"{name}_pair" for name in SETS)]
+    order.sort(key=lambda fixture: list(SETS).index(fixture.partition("_")[0]))
+
+    def rank(item: pytest.Item) -> tuple[int, bool]:
+        used = getattr(item, "fixturenames", ())
+        place = next((i for i, fixture in enumerate(order) if fixture in used), -1)
+        return place, place >= 0 and "kill" in item.name
+
+    items.sort(key=rank)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not SUMMARY:
+        return
+    terminalreporter.section("server tier")
+    for line in SUMMARY:
+        terminalreporter.write_line(line)
+    tokens, equal, ties = (sum(getattr(s, f) for s in _SCORES) for f in ("tokens", "equal", "near_ties"))
+    terminalreporter.write_line(f"total: {tokens} tokens compared, {equal} equal, {ties} near ties")
+    terminalreporter.write_line(f"longest client wait: {Waits.longest_s:.1f} s ({Waits.longest_name})")
+
+
+_SCORES: list[Score] = []
+
+
+def _score(name: str, score: Score) -> Iterator[Score]:
+    yield score
+    if score.tokens:
+        _SCORES.append(score)
+        SUMMARY.append(f"{name}: {score}")

@@ -1,0 +1,69 @@
+"""One ordinary server's answers to everything, recorded once before any other server starts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from server_tier.ask import Answer, ask, at_once
+from server_tier.probe import idle_cores
+from server_tier.prompts import RANDOM, SMOLLM
+from server_tier.stage import FLOAT32, TOOLS
+from vllm_pd_connector.testing.models import random_llama, smollm2
+from vllm_pd_connector.testing.servers import Server, ServerSpec, start_all
+
+START_S = 300.0
+IDLE_S = 10.0
+
+
+@dataclass(slots=True)
+class Reference:
+    """Attributes:
+    answers: completions by prompt name.
+    chats: results of `chats.CASES` by name.
+    idle_cores: cores the idle server used; 0 if not measured.
+    """
+
+    answers: dict[str, Answer] = field(default_factory=dict)
+    chats: dict[str, Any] = field(default_factory=dict)
+    idle_cores: float = 0.0
+
+
+def record(models: Collection[str], folder: Path) -> dict[str, Reference]:
+    """References of the models "random" and "smollm", as far as they are asked for, from servers that are gone then."""
+    specs: list[ServerSpec] = []
+    if "random" in models:
+        specs.append(ServerSpec(random_llama(), cores=[0], name="random", args=FLOAT32))
+    if "smollm" in models:
+        specs.append(ServerSpec(smollm2(), cores=[1], name="smollm", args=("--dtype", "bfloat16", *TOOLS)))
+    with start_all(specs, START_S, log_dir=folder) as servers:
+        # Side by side: each server has its own core.
+        found = at_once([partial(_RECORDERS[server.name], server) for server in servers])
+    return {server.name: reference for server, reference in zip(servers, found, strict=True)}
+
+
+def _random(server: Server) -> Reference:
+    into = Reference()
+    for name, prompt in RANDOM.items():
+        into.answers[name] = ask(server.url, prompt)
+    into.idle_cores = idle_cores(server, IDLE_S)
+    return into
+
+
+def _smollm(server: Server) -> Reference:
+    from server_tier.chats import CASES, client_of, model_of  # imports openai, which takes a second
+
+    into = Reference()
+    for name, prompt in SMOLLM.items():
+        into.answers[name] = ask(server.url, prompt)
+    client = client_of(server.url)
+    model = model_of(client)
+    for name, case in CASES.items():
+        into.chats[name] = case(client, model)
+    return into
+
+
+_RECORDERS = {"random": _random, "smollm": _smollm}

@@ -1,0 +1,242 @@
+"""Deadlines, compatibility report, configuration errors, keys, counters, timeline, page tables: one fact each."""
+
+import dataclasses
+import json
+import stat
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_pd_connector.config import PDConfig, explain, parse
+from vllm_pd_connector.control.keys import load_key, write_key
+from vllm_pd_connector.errors import ConfigError, IncompatiblePeer, OutOfRegion
+from vllm_pd_connector.lifecycle.deadline import Deadlines
+from vllm_pd_connector.plan.runs import num_runs
+from vllm_pd_connector.plan.write import ChunkWrite, bind
+from vllm_pd_connector.telemetry.counters import Tally
+from vllm_pd_connector.telemetry.timeline import FileTimeline, NoTimeline, open_timeline
+from vllm_pd_connector.testing.buffers import KvBuffer
+from vllm_pd_connector.wire.compatibility import CacheShape, differences
+
+SHAPE = CacheShape(**{f.name: 1 if f.type is int else "x" for f in msgspec.structs.fields(CacheShape)})
+
+
+class TestDeadlines:
+    def test_expire_in_order_of_time_and_once(self) -> None:
+        deadlines: Deadlines[str] = Deadlines()
+        for key, when in (("late", 30.0), ("early", 10.0), ("middle", 20.0)):
+            deadlines.arm(key, when)
+        assert deadlines.expired(9.9) == []
+        assert deadlines.expired(25.0) == ["early", "middle"]
+        assert deadlines.expired(25.0) == []
+        assert len(deadlines) == 1
+
+    def test_arming_again_replaces(self) -> None:
+        deadlines: Deadlines[str] = Deadlines()
+        deadlines.arm("a", 10.0)
+        deadlines.arm("a", 20.0)
+        assert deadlines.next_in(5.0) == 15.0
+        assert deadlines.expired(15.0) == []
+        assert deadlines.expired(20.0) == ["a"]
+
+    def test_disarmed_never_expires(self) -> None:
+        deadlines: Deadlines[str] = Deadlines()
+        deadlines.arm("a", 10.0)
+        deadlines.disarm("a")
+        deadlines.disarm("never armed")
+        assert deadlines.next_in(0.0) is None
+        assert deadlines.expired(100.0) == []
+
+    @given(st.lists(st.tuples(st.sampled_from("abc"), st.none() | st.integers(0, 20)), max_size=20), st.integers(0, 20))
+    def test_agree_with_a_dictionary(self, arms: list[tuple[str, int | None]], now: int) -> None:
+        deadlines: Deadlines[str] = Deadlines()
+        model: dict[str, int] = {}
+        for key, when in arms:
+            if when is None:
+                deadlines.disarm(key)
+                model.pop(key, None)
+            else:
+                deadlines.arm(key, when)
+                model[key] = when
+        assert deadlines.next_in(now) == (max(0, min(model.values()) - now) if model else None)
+        due = deadlines.expired(now)
+        assert sorted(due) == sorted(key for key, when in model.items() if when <= now)
+        assert [model[key] for key in due] == sorted(model[key] for key in due)
+
+
+class TestCompatibility:
+    def test_equal_shapes_do_not_differ(self) -> None:
+        assert differences(SHAPE, SHAPE) == []
+
+    @pytest.mark.parametrize("field", [f.name for f in msgspec.structs.fields(CacheShape)])
+    def test_every_field_is_compared_and_named_with_both_values(self, field: str) -> None:
+        other = msgspec.structs.replace(SHAPE, **{field: 7 if isinstance(getattr(SHAPE, field), int) else "y"})
+        found = differences(SHAPE, other)
+        assert found == [(field, str(getattr(SHAPE, field)), str(getattr(other, field)))]
+        assert f"{field}: here {found[0][1]}, there {found[0][2]}" in str(IncompatiblePeer("http://p", found))
+
+
+class TestConfig:
+    def test_the_defaults_parse(self) -> None:
+        assert parse({}) == PDConfig()
+
+    def test_an_unknown_key_is_named_with_the_known_ones(self) -> None:
+        with pytest.raises(ConfigError, match=r"kv_connector_extra_config\.prefilers .* prefillers"):
+            parse({"prefilers": []})
+
+    def test_a_value_out_of_range_is_named_with_its_range(self) -> None:
+        with pytest.raises(ConfigError) as caught:
+            parse({"poll_pause_s": 5})
+        for part in ("kv_connector_extra_config.poll_pause_s", "5", "<= 0.1", "default 0.0005"):
+            assert part in str(caught.value)
+
+    def test_a_wrong_choice_lists_the_choices(self) -> None:
+        with pytest.raises(ConfigError, match="'local' or 'error'"):
+            parse({"on_failure": "retry"})
+
+    @pytest.mark.parametrize("url", ["10.0.0.7:8100", "ftp://p", "http://", "http://p?x=1", "http://p#x", ""])
+    def test_a_prefiller_that_is_no_base_url_is_named(self, url: str) -> None:
+        with pytest.raises(ConfigError, match=r"prefillers\[1\]"):
+            parse({"prefillers": ["http://ok:1", url]})
+
+    def test_trailing_slashes_do_not_matter(self) -> None:
+        assert parse({"prefillers": ["http://p:1/"]}).prefillers == ["http://p:1"]
+
+    def test_every_key_is_explained_with_a_meaning(self) -> None:
+        lines = explain().splitlines()
+        assert [line.split(":")[0] for line in lines] == [f.name for f in msgspec.structs.fields(PDConfig)]
+        assert all(line.rstrip().endswith(".") for line in lines)
+
+
+class TestKeys:
+    def test_a_key_file_is_private_and_never_overwritten(self, tmp_path: Path) -> None:
+        path = tmp_path / "pool.key"
+        write_key(str(path))
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        before = path.read_bytes()
+        with pytest.raises(FileExistsError):
+            write_key(str(path))
+        assert path.read_bytes() == before
+        key = load_key(str(path))
+        assert key is not None
+        assert key.callback("*", key.public)
+        assert not key.callback("*", key.secret)
+
+    def test_no_path_no_key(self) -> None:
+        assert load_key(None) is None
+
+    def test_a_missing_file_says_how_to_make_one(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="keygen"):
+            load_key(str(tmp_path / "none"))
+
+    @pytest.mark.parametrize("content", ["", "a b", "x" * 40, " ".join(["x" * 40] * 3)])
+    def test_a_file_without_two_keys_is_refused(self, tmp_path: Path, content: str) -> None:
+        path = tmp_path / "bad.key"
+        path.write_text(content)
+        with pytest.raises(ConfigError, match="40 characters"):
+            load_key(str(path))
+
+
+class TestTally:
+    def test_taking_starts_from_zero(self) -> None:
+        tally = Tally()
+        tally.add("writes")
+        tally.add("bytes_written", 10)
+        assert tally.take() == {"writes": 1, "bytes_written": 10}
+        assert tally.take() == {}
+
+    def test_nothing_is_lost_between_threads(self) -> None:
+        tally = Tally()
+        threads = [threading.Thread(target=lambda: [tally.add("writes") for _ in range(2_000)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        taken = 0
+        while any(thread.is_alive() for thread in threads):
+            taken += tally.take().get("writes", 0)
+        assert taken + tally.take().get("writes", 0) == 8_000
+
+
+class TestTimeline:
+    def test_one_json_line_for_each_moment(self, tmp_path: Path) -> None:
+        timeline = open_timeline(str(tmp_path / "new"), "worker-0")
+        assert isinstance(timeline, FileTimeline)
+        timeline.mark("t1", "reserved", pages=3)
+        timeline.mark("t1", "layer_computed", at_ns=17)
+        timeline.close()
+        timeline.mark("t1", "after close")
+        (file,) = (tmp_path / "new").iterdir()
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        assert [line["moment"] for line in lines] == ["reserved", "layer_computed"]
+        assert lines[0]["pages"] == 3
+        assert lines[0]["role"] == "worker-0"
+        assert lines[1]["at_ns"] == 17
+
+    def test_without_a_directory_nothing_is_recorded(self) -> None:
+        assert isinstance(open_timeline(None, "x"), NoTimeline)
+
+
+class TestPageTable:
+    TABLE = KvBuffer(num_layers=2, num_blocks=4, page_bytes=16, gap=8).table
+
+    def test_a_sound_table_passes(self) -> None:
+        self.TABLE.check()
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"num_blocks": 0},
+            {"page_bytes": 0},
+            {"block_stride": 15},
+            {"layer_offsets": []},
+            {"layer_offsets": [-1]},
+            {"layer_offsets": [0, 10_000]},
+            {"num_blocks": 400},
+            {"size_bytes": 50},
+        ],
+        ids=lambda change: next(iter(change)),
+    )
+    def test_pages_that_overlap_or_leave_the_region_are_refused(self, change: dict[str, object]) -> None:
+        with pytest.raises(OutOfRegion):
+            msgspec.structs.replace(self.TABLE, **change).check()
+
+    @pytest.mark.parametrize(("layer", "block"), [(-1, 0), (2, 0), (0, -1), (0, 4)])
+    def test_a_page_that_is_not_there_has_no_address(self, layer: int, block: int) -> None:
+        with pytest.raises(OutOfRegion):
+            self.TABLE.address(layer, block)
+
+    @pytest.mark.parametrize(
+        ("src", "dst", "layers"),
+        [
+            ((0,), (1,), [0]),
+            ((1,), (0,), [0]),
+            ((4,), (1,), [0]),
+            ((1,), (4,), [0]),
+            ((-1,), (1,), [0]),
+            ((1, 2), (1,), [0]),
+            ((1,), (1,), [2]),
+            ((1,), (1,), [-1]),
+        ],
+    )
+    def test_a_write_outside_either_table_is_never_bound(
+        self, src: tuple[int, ...], dst: tuple[int, ...], layers: list[int]
+    ) -> None:
+        write = ChunkWrite(transfer_id="t", src_blocks=src, dst_blocks=dst)
+        with pytest.raises(OutOfRegion):
+            bind(write, layers, self.TABLE, self.TABLE)
+
+
+def test_runs_merge_only_where_both_sides_are_adjacent() -> None:
+    assert num_runs([], []) == 0
+    assert num_runs([1, 2, 3], [7, 8, 9]) == 1
+    assert num_runs([1, 2, 3], [7, 9, 10]) == 2
+    assert num_runs([3, 2, 1], [1, 2, 3]) == 3
+
+
+def test_bound_writes_are_immutable() -> None:
+    write = ChunkWrite(transfer_id="t", src_blocks=(1,), dst_blocks=(1,))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        write.transfer_id = "u"  # type: ignore[misc]
