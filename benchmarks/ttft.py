@@ -13,8 +13,9 @@ Ask = Callable[[list[int]], list[float]]
 """A streamed request: start time, then the time of each token."""
 
 PROMPT_TOKENS = (200, 1000, 3000, 7000)
-MAX_EXTRA_ROUNDS = 3
-SETTLE_S = 1.3
+MAX_TRIES = 3
+TICK_UNCERTAINTY_S = 0.03  # CPU time is counted in 10 ms ticks
+SETTLE_S = 1.2
 """Pause before each request: vLLM's worker spins for a second after a message, on a core that two arms may share."""
 
 
@@ -26,40 +27,36 @@ def measure(
     *,
     lengths: Sequence[int],
     reps: int,
+    budget_s: float,
 ) -> None:
-    """`reps` undisturbed rounds of every length (a round asks every arm once), after one warm-up round of each.
+    """`reps` rounds of every length, after a warm-up round of each; a round asks every arm once.
 
-    A round during which others used the CPU is recorded as disturbed and repeated, up to `MAX_EXTRA_ROUNDS` times.
+    Ends early, with whole rounds, when `budget_s` seconds are over.
     """
+    end = time.monotonic() + budget_s
     session = f"{session} {time.strftime('%H:%M:%S')}"  # rounds of two runs are never taken for one
-    for length in lengths:
-        _round(records, session, arms, leaders, length, -1)
-    extra = dict.fromkeys(lengths, MAX_EXTRA_ROUNDS)
-    todo = [(rep, length) for rep in range(reps) for length in lengths]
-    while todo:
-        rep, length = todo.pop(0)
-        if _round(records, session, arms, leaders, length, rep) and extra[length]:
-            extra[length] -= 1
-            todo.append((rep + 100, length))
-
-
-def _round(
-    records: RecordFile, session: str, arms: Mapping[str, Ask], leaders: Sequence[int], length: int, rep: int
-) -> bool:
-    """Ask every arm once, beginning with another one each time. Whether others disturbed it."""
     names = list(arms)
-    turn = rep % len(names)
-    taken: list[tuple[str, float]] = []
-    wait_calm(leaders)
-    load = load_average()
-    foreign = ForeignCpu(leaders)
-    for name in names[turn:] + names[:turn]:
+    for rep in range(-1, reps):
+        for length in lengths:
+            if time.monotonic() > end:
+                print(f"  {session}: out of time in round {rep}, {length} tokens", flush=True)
+                return
+            turn = rep % len(names)  # another arm begins each time
+            for name in names[turn:] + names[:turn]:
+                _ask(records, session, name, arms[name], leaders, length, rep)
+
+
+def _ask(records: RecordFile, session: str, name: str, ask: Ask, leaders: Sequence[int], length: int, rep: int) -> None:
+    """Ask one arm; when others used the CPU meanwhile, record that and ask again, a few times."""
+    for attempt in range(MAX_TRIES):
         time.sleep(SETTLE_S)
-        times = arms[name](random_prompt(length, session, name, rep))
-        taken.append((name, times[1] - times[0]))
-    cores = foreign.cores()
-    disturbed = cores > MAX_FOREIGN_CORES
-    for name, first_token_s in taken:
+        wait_calm(leaders)
+        load = load_average()
+        prompt = random_prompt(length, session, name, rep, attempt)
+        foreign = ForeignCpu(leaders)
+        times = ask(prompt)
+        cores, first_token_s = foreign.cores(), times[1] - times[0]
+        disturbed = cores > MAX_FOREIGN_CORES + TICK_UNCERTAINTY_S / (times[-1] - times[0])
         records.add(
             "warmup" if rep < 0 else "ttft",
             session=session,
@@ -71,6 +68,7 @@ def _round(
             foreign_cores=round(cores, 3),
             disturbed=disturbed,
         )
-    seen = ", ".join(f"{name} {s:.3f}" for name, s in taken)
-    print(f"  {session} {length} tokens, round {rep}: {seen}{' (disturbed)' if disturbed else ''}", flush=True)
-    return disturbed
+        note = f" (disturbed: others used {cores:.2f} cores)" if disturbed else ""
+        print(f"  {name}, {length} tokens, round {rep}: {first_token_s:.3f} s{note}", flush=True)
+        if not disturbed or rep < 0:
+            return

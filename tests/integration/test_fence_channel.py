@@ -208,11 +208,7 @@ def test_an_address_that_cannot_be_bound_is_a_config_error(serve: Open, handler:
     ("answer", "is_dead"),
     [
         (Refused(reason="another process answers here now", transfer_id=TRANSFER), True),
-        pytest.param(
-            Refused(reason="control frame of 60 B: cannot be decoded"),
-            False,
-            marks=pytest.mark.xfail(reason="FenceClient takes any refusal for another process", strict=True),
-        ),
+        (Refused(reason="control frame of 60 B: cannot be decoded"), False),
     ],
     ids=["another process", "not understood"],
 )

@@ -24,7 +24,7 @@ def test_a_transfer_completes_exactly_once_with_its_last_distinct_note(units: li
         was_complete = is_known and seen == set(notes)
         if note is None:
             is_known = True
-            completed = table.expect(TRANSFERS[0], sum(units))
+            completed = table.expect(TRANSFERS[0], sum(units)) is Arrival.REACHED
         else:
             arrival = table.arrive(TRANSFERS[0], sender=note[0], seq=note[1], units=note[2])
             assert (arrival is Arrival.DUPLICATE) == (note in seen)
@@ -76,7 +76,9 @@ class Counting(RuleBasedStateMachine):
         if transfer in self.expected or transfer in self.forgotten:
             return  # ids are fresh: told once, and never again after they are over
         already = sum(self.seen.get(transfer, {}).values())
-        assert self.table.expect(transfer, units) == (already >= units)
+        reached, excess = already == units, already > units
+        arrival = self.table.expect(transfer, units)
+        assert arrival is (Arrival.EXCESS if excess else Arrival.REACHED if reached else Arrival.COUNTED)
         self.expected[transfer] = units
         if transfer in self.parked:
             self.parked.remove(transfer)

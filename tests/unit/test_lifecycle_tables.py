@@ -119,7 +119,7 @@ def test_a_cancel_drops_what_is_not_posted(state: OutgoingState) -> None:
     ids=["gone for certain", "may write until its lease ends", "its lease is over"],
 )
 def test_quarantine_end(is_dead: bool, now: float, end: float) -> None:
-    assert quarantine_end(now=now, dispatched_at=10.0, lease_s=120.0, quarantine_s=10.0, is_dead=is_dead) == end
+    assert quarantine_end(now=now, closed_at=10.0, lease_s=120.0, quarantine_s=10.0, is_dead=is_dead) == end
 
 
 def pool(*outstanding: int, state: PrefillerState = PrefillerState.USABLE) -> list[Candidate]:

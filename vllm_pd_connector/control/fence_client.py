@@ -37,14 +37,14 @@ class FenceClient:
 
     async def ask(self, controls: list[ControlEndpoint], transfer_id: str, timeout_s: float) -> FenceOutcome:
         """Quiet when every rank says so within `timeout_s`; dead when every rank that did not is certainly gone."""
-        asked = (self._ask_one(c.endpoint, encode(Fence(transfer_id, c.generation)), timeout_s) for c in controls)
+        asked = (self._ask_one(c.endpoint, Fence(transfer_id, c.generation), timeout_s) for c in controls)
         outcomes = await asyncio.gather(*asked)
         troubled = [o for o in outcomes if not o.is_quiet]
         if not troubled:
             return FenceOutcome(is_quiet=True)
         return FenceOutcome(is_quiet=False, is_dead=all(o.is_dead for o in troubled), reason=troubled[0].reason)
 
-    async def _ask_one(self, endpoint: str, fence: bytes, timeout_s: float) -> FenceOutcome:
+    async def _ask_one(self, endpoint: str, fence: Fence, timeout_s: float) -> FenceOutcome:
         if await self._is_refused(endpoint):
             return FenceOutcome(is_quiet=False, is_dead=True, reason=f"nobody listens at {endpoint} any more")
         socket = self._context.socket(zmq.DEALER)
@@ -54,8 +54,10 @@ class FenceClient:
             self._key.secure_client(socket)
         try:
             socket.connect(endpoint)
-            await socket.send(fence)
+            await socket.send(encode(fence))
             answer = decode_control(await asyncio.wait_for(socket.recv(), timeout_s))
+            if isinstance(answer, Fence) or answer.transfer_id != fence.transfer_id:
+                raise ProtocolError(f"{answer} does not answer {fence}")
         except TimeoutError:
             if await self._is_refused(endpoint):
                 return FenceOutcome(is_quiet=False, is_dead=True, reason=f"{endpoint} died while it was asked")

@@ -86,7 +86,9 @@ def _stage(model: Path) -> Iterator[Stage]:
     args = ["--dtype", "bfloat16", "--max-num-batched-tokens", str(CHUNK_TOKENS)]
     specs = [
         ServerSpec(model, "prefiller", name="prefiller", args=args, extra={"timeline_dir": timeline}),
-        ServerSpec(model, "decoder", name="decoder", args=args, extra={"timeline_dir": timeline, "min_remote_tokens": 1}),
+        ServerSpec(
+            model, "decoder", name="decoder", args=args, extra={"timeline_dir": timeline, "min_remote_tokens": 1}
+        ),
         ServerSpec(model, "plain", name="ordinary", args=args),
     ]
     with start_all(specs, START_S, log_dir=OUTPUT / "logs", progress=StartProgress(WHAT)) as servers:

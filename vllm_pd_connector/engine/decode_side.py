@@ -65,7 +65,6 @@ class _Held:
     request_id: str
     transfer_id: str
     blocks: list[int]
-    dispatched_at: float
     state: DecodeState = DecodeState.DISPATCHED
     reason: str = ""
 
@@ -76,7 +75,7 @@ class _Fenced:
 
     transfer_id: str
     blocks: list[int]
-    dispatched_at: float
+    closed_at: float
     state: FenceState = FenceState.ASKING
     is_dead: bool = False
 
@@ -162,11 +161,10 @@ class DecodeSide:
             request_id=request.request_id,
             transfer_id=secrets.token_hex(16),
             blocks=block_ids[extent.first_page : extent.stop],
-            dispatched_at=self._clock(),
         )
         self._held[held.transfer_id] = held
         self._spent.add(held.request_id)
-        self._deadlines.arm(held.transfer_id, held.dispatched_at + self._config.request_deadline_s)
+        self._deadlines.arm(held.transfer_id, self._clock() + self._config.request_deadline_s)
         self._orders.expects.append(
             ExpectTransfer(
                 transfer_id=held.transfer_id,
@@ -314,7 +312,7 @@ class DecodeSide:
         """Take the pages over from the request, so that it can go on while their writers are asked to stop."""
         assert self._manager is not None
         vllm_compat.pin_blocks(self._manager, held.blocks)
-        self._fenced[held.transfer_id] = _Fenced(held.transfer_id, held.blocks, held.dispatched_at)
+        self._fenced[held.transfer_id] = _Fenced(held.transfer_id, held.blocks, self._clock())
         self._dispatcher.fence(held.transfer_id)
         # The dispatcher answers in time; this one catches a dispatcher that died.
         self._deadlines.arm(_fence_key(held.transfer_id), self._clock() + self._config.fence_s + MARGIN_S)
@@ -336,7 +334,7 @@ class DecodeSide:
                 case FenceCommand.ARM_QUARANTINE:
                     end = quarantine_end(
                         now=self._clock(),
-                        dispatched_at=fenced.dispatched_at,
+                        closed_at=fenced.closed_at,
                         lease_s=self._config.request_deadline_s,
                         quarantine_s=self._config.quarantine_s,
                         is_dead=fenced.is_dead,

@@ -87,8 +87,7 @@ class Receiver:
         self._incoming[order.transfer_id] = _Incoming(order.request_id)
         if reason := self._spoiled_early.pop(order.transfer_id, None):
             self._spoil(order.transfer_id, reason)
-        if self._counts.expect(TransferId(order.transfer_id), units):
-            self._report_complete(order.transfer_id)
+        self._conclude(order.transfer_id, self._counts.expect(TransferId(order.transfer_id), units))
 
     def hand_back(self, order: HandBack) -> None:
         """Report a request that will not be completed, unless this rank has reported it already."""
@@ -129,11 +128,15 @@ class Receiver:
             return
         self._tally.add("pages_arrived", note.units)
         self._timeline.mark(note.transfer_id, "note_arrived", seq=note.seq, units=note.units, rank=self._rank)
+        self._conclude(note.transfer_id, arrival)
+
+    def _conclude(self, transfer_id: str, arrival: Arrival) -> None:
+        """What follows from where the count stands now."""
         if arrival is Arrival.REACHED:
-            self._report_complete(note.transfer_id)
+            self._report_complete(transfer_id)
         elif arrival is Arrival.EXCESS:
             self._tally.add("notes_refused")
-            self._spoil(note.transfer_id, f"prefiller rank {note.sender} reports more pages than were reserved")
+            self._spoil(transfer_id, "the prefiller reports more pages than were reserved")
         elif arrival is Arrival.OVERFLOW:
             logger.warning("event=parked_overflow rank=%d limit=max_parked", self._rank)
 
@@ -146,6 +149,9 @@ class Receiver:
         self.finished.append(incoming.request_id)
 
     def _fail(self, note: FailureNote) -> None:
+        if self._counts.is_forgotten(TransferId(note.transfer_id)):
+            self._tally.add("notes_late")
+            return
         self._spoil(note.transfer_id, f"prefiller rank {note.sender}: {note.reason}")
 
     def _spoil(self, transfer_id: str, reason: str) -> None:

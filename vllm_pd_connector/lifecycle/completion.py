@@ -46,12 +46,12 @@ class CompletionTable:
         self._forgotten: OrderedDict[TransferId, None] = OrderedDict()
         self._max_parked = max_parked
 
-    def expect(self, transfer_id: TransferId, units: int) -> bool:
-        """Start counting to `units`; True when early arrivals have already completed it."""
+    def expect(self, transfer_id: TransferId, units: int) -> Arrival:
+        """Start counting to `units`; REACHED or EXCESS when early arrivals have already come that far, else COUNTED."""
         count = self._parked.pop(transfer_id, None) or _Count()
         self._counts[transfer_id] = count
         self._expected[transfer_id] = units
-        return count.arrived >= units
+        return _compare(count.arrived, units)
 
     def arrive(self, transfer_id: TransferId, *, sender: int, seq: int, units: int) -> Arrival:
         """Count one notification.
@@ -72,14 +72,16 @@ class CompletionTable:
         count.arrived += units
         if expected is None:
             return self._park(transfer_id, count)
-        if count.arrived > expected:
-            return Arrival.EXCESS
-        return Arrival.REACHED if count.arrived == expected else Arrival.COUNTED
+        return _compare(count.arrived, expected)
 
     def arrived(self, transfer_id: TransferId) -> int:
         """Units seen so far; 0 for an unknown transfer."""
         count = self._counts.get(transfer_id) or self._parked.get(transfer_id)
         return count.arrived if count else 0
+
+    def is_forgotten(self, transfer_id: TransferId) -> bool:
+        """Whether the transfer is over."""
+        return transfer_id in self._forgotten
 
     def forget(self, transfer_id: TransferId) -> None:
         """Stop counting; whatever still arrives is late. Unknown transfers are remembered as forgotten too."""
@@ -103,3 +105,9 @@ class CompletionTable:
             return Arrival.PARKED
         self._parked.popitem(last=False)
         return Arrival.OVERFLOW
+
+
+def _compare(arrived: int, expected: int) -> Arrival:
+    if arrived > expected:
+        return Arrival.EXCESS
+    return Arrival.REACHED if arrived == expected else Arrival.COUNTED

@@ -43,12 +43,13 @@ FENCE_TABLE: Transitions[FenceState, FenceEvent, FenceCommand] = {
 }
 
 
-def quarantine_end(*, now: float, dispatched_at: float, lease_s: float, quarantine_s: float, is_dead: bool) -> float:
+def quarantine_end(*, now: float, closed_at: float, lease_s: float, quarantine_s: float, is_dead: bool) -> float:
     """When the pages of an unreachable sender may be used again, on the caller's clock, in seconds.
 
     A process that is gone posts nothing more, so only the transport's own lateness counts. One that may still be alive
-    behind a broken network posts until its lease, which it started no earlier than the dispatch, has run out.
+    behind a broken network posts until its lease has run out, which it started when it took the dispatch: before the
+    decoder closed it, at `closed_at`.
     """
     if is_dead:
         return now + quarantine_s
-    return max(now, dispatched_at + lease_s) + quarantine_s
+    return max(now, closed_at + lease_s) + quarantine_s
