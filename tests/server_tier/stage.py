@@ -77,13 +77,14 @@ def faulty_set() -> list[ServerSpec]:
         "faults": [{"action": "fail", "nth": 0, "count": 1}, {"action": "hang", "nth": 1, "count": 100_000}],
     }
     prefillers = [
-        ServerSpec(random_llama(), "prefiller", cores=[0], args=FLOAT32, extra=extra, name=name)
+        ServerSpec(random_llama(), "prefiller", cores=[0, 1], args=FLOAT32, extra=extra, name=name, env=ONE_THREAD)
         for name, extra in (("wrong", wrong), ("checked", checked), ("stuck", stuck))
     ]
     decoder = ServerSpec(
         random_llama(),
         "decoder",
-        cores=[1],
+        cores=[0, 1],
+        env=ONE_THREAD,
         args=FLOAT32,
         extra={**SHORT, "verify_pages": True, "request_deadline_s": 15, "fence_s": 4},
     )
@@ -161,7 +162,8 @@ class Stage:
     def put_back(self, dead: Server) -> Server:
         """Start a server of the present set again, on the same port, in place of one that was killed."""
         index = self._servers.index(dead)
-        spec = replace(SETS[self._name]()[index], port=dead.port, name=f"{dead.name}-again")
+        spec = SETS[self._name]()[index]
+        spec = replace(spec, port=dead.port, name=f"{dead.name}-again", cores=[0, 1], env=ONE_THREAD)
         (server,) = self._stack.enter_context(start_all([spec], START_S, log_dir=self.folder / self._name))
         self._servers[index] = server
         return server

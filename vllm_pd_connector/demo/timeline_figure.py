@@ -6,21 +6,22 @@ from typing import Any
 from vllm_pd_connector.demo.moments import Bar, Moments
 
 COMPUTE = ("#9db7d5", "#7d9dc4")  # chunks take turns, so that they are told apart
+CHUNK_INK = "#4a6f9f"
 WRITE = "#d9541e"
 HOLD = "#f3efe6"
 INK = "#2b2b2b"
 FAINT = "#8a8a8a"
 ROW = 0.4  # height of a bar; compute lies above its layer's line, write below
 LABELS = {
-    "sent": "sent",
-    "reserved": "pages reserved,\nrequest held",
-    "dispatched": "dispatched",
-    "received": "received",
+    "sent": "sent by the client",
+    "reserved": "pages reserved, request held",
+    "dispatched": "dispatched to the prefiller",
+    "received": "received by the prefiller",
     "released": "released",
     "first token": "first token",
 }
-NUM_LAST_LAYERS = 6
-SIZE = (13.5, 7.2)  # inches
+NUM_ENLARGED = 6  # layers in the two side panels
+SIZE = (15.0, 7.4)  # inches
 DPI = 160
 
 
@@ -39,12 +40,14 @@ def draw(moments: Moments, title: str, files: list[Path]) -> None:
 
     style = {"font.family": "DejaVu Sans", "font.size": 9, "svg.fonttype": "none", "axes.edgecolor": FAINT}
     with plt.rc_context(style):
-        figure, (whole, end) = plt.subplots(1, 2, figsize=SIZE, width_ratios=(2.3, 1), layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1, wspace=0.04)
+        figure, (start, whole, end) = plt.subplots(1, 3, figsize=SIZE, width_ratios=(1, 2.2, 1))
+        figure.subplots_adjust(left=0.035, right=0.985, top=0.83, bottom=0.125, wspace=0.11)
+        _start(start, moments)
         _whole(whole, moments)
         _end(end, moments)
-        figure.suptitle(f"{title}\n", x=0.012, ha="left", fontsize=14, fontweight="bold", color=INK)
-        figure.text(0.013, 0.935, _summary(moments), fontsize=9.5, color=FAINT, va="center")
+        _legend(figure)
+        figure.text(0.02, 0.95, title, fontsize=15, fontweight="bold", color=INK, va="center")
+        figure.text(0.02, 0.91, _summary(moments), fontsize=10, color=FAINT, va="center")
         for file in files:
             figure.savefig(file, dpi=DPI, facecolor="white")
         plt.close(figure)
@@ -62,44 +65,50 @@ def _summary(moments: Moments) -> str:
     )
 
 
+def _start(axes: Any, moments: Moments) -> None:
+    """From sending to the first layers, enlarged."""
+    computed = [bar for bar in moments.computed if bar.layer < NUM_ENLARGED and bar.chunk == 0]
+    written = [bar for bar in moments.written if bar.layer < NUM_ENLARGED and bar.chunk == 0]
+    stop = computed[-1].end
+    axes.axvspan(moments.at("reserved"), 2 * stop, color=HOLD, zorder=0)
+    _bars(axes, computed, written, px_per_ms=300 / stop)
+    axes.set_xlim(-0.05 * stop, 1.05 * stop)
+    _frame(axes, range(NUM_ENLARGED), every=1, title=f"The first {NUM_ENLARGED} layers, enlarged")
+    axes.set_ylabel("layer", color=INK)
+    for index, what in enumerate(("received", "dispatched", "reserved", "sent")):
+        _mark(axes, moments.at(what), f" {LABELS[what]}", NUM_ENLARGED - 1.9 + 0.32 * index, "left")
+
+
 def _whole(axes: Any, moments: Moments) -> None:
     """The request from sending to its first token."""
     stop = moments.at("first token")
     axes.axvspan(moments.at("reserved"), moments.at("released"), color=HOLD, zorder=0)
-    _bars(axes, moments.computed, moments.written, px_per_ms=900 / stop)
-    axes.set_xlim(-0.02 * stop, stop * 1.03)
-    _rows(axes, range(moments.num_layers), every=5)
-    axes.set_xlabel("milliseconds since the client sent the request")
-    axes.set_ylabel("layer")
+    _bars(axes, moments.computed, moments.written, px_per_ms=700 / stop)
+    axes.set_xlim(-0.02 * stop, stop * 1.02)
+    _frame(axes, range(moments.num_layers), every=5, title="The whole request", head=1.6)
+    axes.axvline(0.0, color=INK, lw=1)
+    axes.axvline(stop, color=INK, lw=1)
     before = 0
     for index, (start, computed) in enumerate(moments.chunks):
-        bars = [bar for bar in moments.computed if bar.chunk == index]
-        end = max((bar.end for bar in bars), default=start)
-        axes.annotate(
-            f"chunk {index + 1}: {computed - before:,} tokens",
-            ((start + end) / 2, moments.num_layers + 0.1),
-            ha="center", va="top", color=COMPUTE[1], fontsize=8.5, fontweight="bold", annotation_clip=False,
-        )  # fmt: skip
+        text = f" chunk {index + 1}: {computed - before:,} tokens"
+        axes.text(start, -1.2, text, va="center", color=CHUNK_INK, fontsize=9, fontweight="bold")
         before = computed
-    _mark(axes, [(0.0, "sent to held,\ndispatched"), (moments.at("released"), "released,\nfirst token")], -1.6)
-    _legend(axes)
 
 
 def _end(axes: Any, moments: Moments) -> None:
     """The last layers and what follows them, enlarged."""
-    first_layer = moments.num_layers - NUM_LAST_LAYERS
-    last_chunk = len(moments.chunks) - 1
-    computed = [b for b in moments.computed if b.layer >= first_layer and b.chunk == last_chunk]
-    written = [b for b in moments.written if b.layer >= first_layer and b.start >= computed[0].start]
+    first_layer, last_chunk = moments.num_layers - NUM_ENLARGED, len(moments.chunks) - 1
+    computed = [bar for bar in moments.computed if bar.layer >= first_layer and bar.chunk == last_chunk]
     start, stop = computed[0].start, moments.at("first token")
-    margin = 0.06 * (stop - start)
-    axes.axvspan(start - margin, moments.at("released"), color=HOLD, zorder=0)
-    _bars(axes, computed, written, px_per_ms=400 / (stop - start))
+    written = [bar for bar in moments.written if bar.layer >= first_layer and bar.start >= start]
+    margin = 0.05 * (stop - start)
+    axes.axvspan(start - 2 * margin, moments.at("released"), color=HOLD, zorder=0)
+    _bars(axes, computed, written, px_per_ms=300 / (stop - start))
     axes.set_xlim(start - margin, stop + margin)
-    _rows(axes, range(first_layer, moments.num_layers), every=1)
-    axes.set_xlabel("milliseconds")
-    axes.set_title(f"The last {NUM_LAST_LAYERS} layers, enlarged", fontsize=9.5, color=INK, loc="left", pad=34)
-    _mark(axes, [(moments.at(what), LABELS[what]) for what in ("released", "first token")], first_layer - 0.72)
+    layers = range(first_layer, moments.num_layers)
+    _frame(axes, layers, every=1, title=f"The last {NUM_ENLARGED} layers, enlarged")
+    for index, what in enumerate(("first token", "released")):
+        _mark(axes, moments.at(what), f"{LABELS[what]} ", first_layer - 0.42 + 0.32 * index, "right")
 
 
 def _bars(axes: Any, computed: list[Bar], written: list[Bar], *, px_per_ms: float) -> None:
@@ -111,32 +120,32 @@ def _bars(axes: Any, computed: list[Bar], written: list[Bar], *, px_per_ms: floa
         axes.barh(bar.layer + ROW / 2, max(bar.end - bar.start, thinnest), ROW, bar.start, color=WRITE, lw=0)
 
 
-def _rows(axes: Any, layers: range, *, every: int) -> None:
-    axes.set_ylim(layers.stop - 0.3, layers.start - 0.7)
-    ticks = [layer for layer in layers if layer % every == 0 or layer == layers.stop - 1]
-    axes.set_yticks(ticks)
+def _frame(axes: Any, layers: range, *, every: int, title: str, head: float = 0.0) -> None:
+    """Rows for these layers, the first one on top, with room for `head` rows above it."""
+    axes.set_ylim(layers.stop - 0.3, layers.start - 0.7 - head)
+    axes.set_yticks([layer for layer in layers if layer % every == 0 or layer == layers.stop - 1])
+    axes.set_title(title, loc="left", fontsize=10.5, color=INK, pad=8)
+    axes.set_xlabel("milliseconds since the client sent the request", color=INK)
     axes.tick_params(length=3, color=FAINT, labelcolor=INK)
-    axes.grid(axis="x", color="#e8e8e8", lw=0.6, zorder=0)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(axis="x", color="#dddddd", lw=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _mark(axes: Any, marks: list[tuple[float, str]], top: float) -> None:
-    """Vertical lines with their names above the axes."""
-    for at, text in marks:
-        axes.axvline(at, color=INK, lw=1, zorder=4)
-        axes.annotate(text, (at, top), ha="center", va="bottom", fontsize=8.5, color=INK, annotation_clip=False)
+def _mark(axes: Any, at: float, text: str, row: float, side: str) -> None:
+    """A vertical line with its name beside it."""
+    axes.axvline(at, color=INK, lw=1, zorder=4)
+    box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.2}
+    axes.text(at, row, text, ha=side, va="center", fontsize=9, color=INK, bbox=box, zorder=5)
 
 
-def _legend(axes: Any) -> None:
+def _legend(figure: Any) -> None:
     from matplotlib.patches import Patch
 
     patches = [
-        Patch(color=COMPUTE[1], label="layer computed on the prefiller"),
+        Patch(color=COMPUTE[1], label="layer computed on the prefiller (shade: chunk)"),
         Patch(color=WRITE, label="its pages written into the decoder"),
         Patch(facecolor=HOLD, edgecolor=FAINT, lw=0.5, label="request held on the decoder"),
     ]
-    axes.legend(
-        handles=patches, loc="upper left", bbox_to_anchor=(0, -0.09), ncols=3, frameon=False, fontsize=9,
-        handlelength=1.2,
-    )  # fmt: skip
+    figure.legend(handles=patches, loc="lower left", bbox_to_anchor=(0.012, 0.0), ncols=3, frameon=False, fontsize=9.5)
