@@ -88,6 +88,10 @@ class PDConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         float,
         Meta(gt=0, le=0.1, description="Seconds between polls while a transfer is in flight. Nothing polls when idle."),
     ] = 0.0005
+    min_write_bytes: Annotated[
+        int,
+        Meta(ge=1, description="Bytes of ready layers that wake the writer before the step ends; less waits for more."),
+    ] = 1 << 20
     max_parked: Annotated[
         int, Meta(ge=1, description="Transfers whose pages may arrive before this worker has been told of them.")
     ] = 4096

@@ -1,7 +1,6 @@
 """What the connector leaves alone: servers without prefillers, tenants' caches, an idle machine, a mistyped setting."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from server_tier.ask import Score, ask, at_once
@@ -72,31 +71,20 @@ def test_tenants_do_not_share_pages_on_the_prefiller(main_pair: Pair) -> None:
 
 
 def test_idle_servers_use_no_cpu(main_pair: Pair, random_reference: Reference) -> None:
-    """A stock NIXL agent's progress thread burns a whole core for each rank (law 15)."""
+    """Not more than without the connector; a stock NIXL agent's progress thread burns a core for each rank (law 15)."""
     wait_quiet(main_pair.decoder, main_pair.prefiller)
     used = at_once([lambda s=server: idle_cores(s, IDLE_S) for server in (main_pair.prefiller, main_pair.decoder)])
     plain = random_reference.idle_cores
     SUMMARY.append(
         f"idle cores over {IDLE_S:g} s: prefiller {used[0]:.4f}, decoder {used[1]:.4f}, ordinary server {plain:.4f}"
     )
-    assert max(used) < 0.1
+    assert max(used) - plain < 0.1
 
 
 def test_a_mistyped_setting_stops_the_server(tmp_path: Path) -> None:
-    def log_of(name: str, core: int, extra: dict[str, Any]) -> str:
-        spec = ServerSpec(random_llama(), "decoder", cores=[core], name=name, args=FLOAT32, extra=extra)
-        with pytest.raises(ServerFailed, match="ended with status"), start_all([spec], 120, log_dir=tmp_path):
-            pass
-        return (tmp_path / f"{name}.log").read_text()
-
-    unknown, not_allowed = at_once(
-        [
-            lambda: log_of("unknown", 0, {"prefilers": []}),
-            lambda: log_of("not-allowed", 1, {"on_failure": "retry"}),
-        ]
-    )
-    assert "kv_connector_extra_config.prefilers is not a key of this connector. Known keys: " in unknown
-    assert "prefillers" in unknown.partition("Known keys: ")[2].splitlines()[0]
-    refusal = "kv_connector_extra_config.on_failure = 'retry' is refused"
-    assert refusal in not_allowed
-    assert "'local' or 'error'" in not_allowed
+    spec = ServerSpec(random_llama(), "decoder", cores=[0, 1], name="typo", args=FLOAT32, extra={"prefilers": []})
+    with pytest.raises(ServerFailed, match="ended with status"), start_all([spec], 120, log_dir=tmp_path):
+        pass
+    refusal = "kv_connector_extra_config.prefilers is not a key of this connector. Known keys: "
+    known = (tmp_path / "typo.log").read_text().partition(refusal)[2].splitlines()[0]
+    assert "prefillers, " in known

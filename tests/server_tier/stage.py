@@ -14,13 +14,14 @@ from pathlib import Path
 
 from vllm_pd_connector.testing.machine import HOST, free_ports
 from vllm_pd_connector.testing.models import random_llama, smollm2
-from vllm_pd_connector.testing.servers import Server, ServerSpec, start_all
+from vllm_pd_connector.testing.servers import Server, ServerFailed, ServerSpec, start_all
 
 START_S = 400.0
 SHORT = {"min_remote_tokens": 1, "settle_s": 3, "quarantine_s": 3, "retry_s": 0.5}
 TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-prompt-tokens-details")
 FLOAT32 = ("--dtype", "float32")
 GUARD = ("--middleware", "vllm_pd_connector.control.request_guard.RequestGuard")
+ALARMS = ("event=messenger_error", "event=invariant_broken", "EngineDeadError")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
@@ -55,7 +56,7 @@ def tp2_set() -> list[ServerSpec]:
     slow = {"min_remote_tokens": 1, "verify_pages": True, "settle_s": 60, "request_deadline_s": 120, "retry_s": 0.5}
     return [
         ServerSpec(random_llama(), "prefiller", cores=[0, 1], args=args, extra={"verify_pages": True}, env=ONE_THREAD),
-        ServerSpec(random_llama(), "decoder", cores=[0, 1], args=args, extra={**slow}, env=ONE_THREAD),
+        ServerSpec(random_llama(), "decoder", cores=[0, 1], args=args, extra=slow, env=ONE_THREAD),
     ]
 
 
@@ -119,7 +120,12 @@ def both_set() -> list[ServerSpec]:
         '"kv_role": "kv_consumer", "kv_buffer_device": "cpu"}'
     )
     alone = ServerSpec(
-        random_llama(), "plain", cores=[0], name="alone", args=(*FLOAT32, "--kv-transfer-config", transfer)
+        random_llama(),
+        "plain",
+        cores=[0, 1],
+        env=ONE_THREAD,
+        name="alone",
+        args=(*FLOAT32, "--kv-transfer-config", transfer),
     )
     return [*servers, alone]
 
@@ -146,15 +152,23 @@ class Stage:
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="pd-tests-"))
         self.started: dict[str, float] = {}
+        self.alarms: list[str] = []
         self._stack = ExitStack()
         self._name = ""
         self._servers: list[Server] = []
+        self._failed: dict[str, ServerFailed] = {}
 
     def use(self, name: str) -> list[Server]:
         """The servers of a set, in the order of its specification; another set is stopped first."""
         if name != self._name or any(server.process.poll() is not None for server in self._servers):
             self.close()
-            self._servers = self._stack.enter_context(start_all(SETS[name](), START_S, log_dir=self.folder / name))
+            if name in self._failed:
+                raise self._failed[name]
+            try:
+                self._servers = self._stack.enter_context(start_all(SETS[name](), START_S, log_dir=self.folder / name))
+            except ServerFailed as error:
+                self._failed[name] = error  # one wait for a set that does not start is enough
+                raise
             self._name = name
             self.started[name] = max(server.ready_after_s or 0.0 for server in self._servers)
         return self._servers
@@ -169,6 +183,8 @@ class Stage:
         return server
 
     def close(self) -> None:
-        """Stop everything."""
+        """Stop everything, and note what no log may contain."""
+        for server in self._servers:
+            self.alarms += [line for line in server.log_text().splitlines() if any(word in line for word in ALARMS)]
         self._stack.close()
         self._name, self._servers = "", []

@@ -10,9 +10,10 @@ PORTS = ("Lisbon", "Hamburg", "Genoa", "Bergen", "Cadiz", "Odessa", "Dublin", "T
 GOODS = ("tea", "cork", "salt", "copper", "lemons", "wool", "timber", "paper", "olive oil", "glass")
 WINDS = ("north-west", "south", "east", "west", "north", "south-east")
 SKIES = ("light rain", "clear sky", "morning fog", "heavy swell", "low cloud", "bright sun")
-LONG_ENTRIES = 82
-"""About 3,000 tokens of SmolLM2, 36 an entry."""
-SHORT_ENTRIES = 26
+LONG_ENTRIES = 75
+"""3,000 tokens of SmolLM2, 40 an entry."""
+SHORT_ENTRIES = 25
+WARM_UP_ENTRIES = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ def sentence() -> Question:
 
 def long_document() -> Question:
     """A log of about 3,000 tokens and a question on it."""
-    return _document("A 3,000-token document and a question", seed=1, entries=LONG_ENTRIES, max_tokens=40)
+    return _document("A 3,000-token document and a question", book=1, entries=LONG_ENTRIES, max_tokens=32)
 
 
 def conversation() -> Question:
@@ -57,19 +58,20 @@ def conversation() -> Question:
 def timed_documents() -> list[Question]:
     """Three logs of about 1,000 tokens that differ from their first words on, so that no prefix cache helps."""
     return [
-        _document(f"Document {seed - 10} of 3, 1,000 tokens", seed=seed, entries=SHORT_ENTRIES, max_tokens=8)
-        for seed in (11, 12, 13)
+        _document(f"Document {book - 1} of 3, 1,000 tokens", book=book, entries=SHORT_ENTRIES, max_tokens=4)
+        for book in (2, 3, 4)
     ]
 
 
 def warm_up() -> Question:
     """Touches every code path once; its answer is not looked at."""
-    return _document("Warm-up", seed=99, entries=SHORT_ENTRIES, max_tokens=4)
+    return _document("Warm-up", book=0, entries=WARM_UP_ENTRIES, max_tokens=4)
 
 
-def _document(title: str, *, seed: int, entries: int, max_tokens: int) -> Question:
-    dice = random.Random(seed)
-    lines = [f"{dice.choice(PORTS)} harbour, book {seed}. Ships cleared in the year {1800 + seed}:"]
+def _document(title: str, *, book: int, entries: int, max_tokens: int) -> Question:
+    """Each book begins with another port, so that two never share a page."""
+    dice = random.Random(book)
+    lines = [f"{PORTS[book]} harbour, book {book}. Ships cleared in the year {1800 + book}:"]
     cargo = ""
     for day in range(1, entries + 1):
         ship, goods = dice.choice(SHIPS), f"{dice.randint(11, 99)} crates of {dice.choice(GOODS)}"

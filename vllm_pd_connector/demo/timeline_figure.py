@@ -20,7 +20,7 @@ LABELS = {
     "released": "released",
     "first token": "first token",
 }
-NUM_ENLARGED = 6  # layers in the two side panels
+NUM_ENLARGED = 4  # layers in the two side panels
 SIZE = (15.0, 7.4)  # inches
 DPI = 160
 
@@ -76,7 +76,7 @@ def _start(axes: Any, moments: Moments) -> None:
     _frame(axes, range(NUM_ENLARGED), every=1, title=f"The first {NUM_ENLARGED} layers, enlarged")
     axes.set_ylabel("layer", color=INK)
     for index, what in enumerate(("received", "dispatched", "reserved", "sent")):
-        _mark(axes, moments.at(what), f" {LABELS[what]}", NUM_ENLARGED - 1.9 + 0.32 * index, "left")
+        _mark(axes, moments.at(what), f" {LABELS[what]}", NUM_ENLARGED - 1.5 + 0.26 * index, "left")
 
 
 def _whole(axes: Any, moments: Moments) -> None:
@@ -85,13 +85,15 @@ def _whole(axes: Any, moments: Moments) -> None:
     axes.axvspan(moments.at("reserved"), moments.at("released"), color=HOLD, zorder=0)
     _bars(axes, moments.computed, moments.written, px_per_ms=700 / stop)
     axes.set_xlim(-0.02 * stop, stop * 1.02)
-    _frame(axes, range(moments.num_layers), every=5, title="The whole request", head=1.6)
+    _frame(axes, range(moments.num_layers), every=5, title="The whole request", head=2.2)
     axes.axvline(0.0, color=INK, lw=1)
     axes.axvline(stop, color=INK, lw=1)
     before = 0
     for index, (start, computed) in enumerate(moments.chunks):
-        text = f" chunk {index + 1}: {computed - before:,} tokens"
-        axes.text(start, -1.2, text, va="center", color=CHUNK_INK, fontsize=9, fontweight="bold")
+        text = f" chunk {index + 1}\n {computed - before:,} tokens"
+        # One that begins near the right edge reads leftwards.
+        side = "right" if start > 0.8 * stop else "left"
+        axes.text(start, -1.75, text, ha=side, va="center", color=CHUNK_INK, fontsize=9, fontweight="bold")
         before = computed
 
 
@@ -108,7 +110,7 @@ def _end(axes: Any, moments: Moments) -> None:
     layers = range(first_layer, moments.num_layers)
     _frame(axes, layers, every=1, title=f"The last {NUM_ENLARGED} layers, enlarged")
     for index, what in enumerate(("first token", "released")):
-        _mark(axes, moments.at(what), f"{LABELS[what]} ", first_layer - 0.42 + 0.32 * index, "right")
+        _mark(axes, moments.at(what), f"{LABELS[what]} ", first_layer - 0.5 + 0.26 * index, "right")
 
 
 def _bars(axes: Any, computed: list[Bar], written: list[Bar], *, px_per_ms: float) -> None:

@@ -68,6 +68,8 @@ class WorkerHalf:
         self._timeline = open_timeline(config.timeline_dir, f"worker-{role}-{rank}")
         self._layers: dict[str, int] = {}
         self._signal: LayerSignal | None = None
+        self._layer_bytes = 0
+        self._ready_bytes = 0
         self._device_type = "cpu"
         self._fences: FenceServer | None = None
 
@@ -137,6 +139,8 @@ class WorkerHalf:
         self._signal = None
         if orders.writes:
             self._signal = make_signal(self._device_type, self._pages.num_layers)
+            self._layer_bytes = self._pages.page_bytes * sum(len(write.src_blocks) for write in orders.writes)
+            self._ready_bytes = 0
         if orders.expects or orders.hand_backs or orders.forgets or orders.begins or orders.writes or orders.closes:
             signal = self._signal
             self._messenger.submit(lambda: self._carry_out(orders, signal))
@@ -148,7 +152,10 @@ class WorkerHalf:
         layer = self._layers.get(layer_name)
         if layer is not None:
             self._signal.bump(layer)
-            self._messenger.wake()
+            self._ready_bytes += self._layer_bytes
+            if self._ready_bytes >= self._config.min_write_bytes:
+                self._ready_bytes = 0
+                self._messenger.wake()
 
     def end_step(self) -> None:
         """The forward pass, drafter included, is over: what no hook announced goes out now."""

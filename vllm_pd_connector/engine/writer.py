@@ -1,7 +1,7 @@
 """The prefiller's writer: posts each layer's pages as soon as they are in memory, and keeps account until silence.
 
-Grain: at each turn all layers that became ready since the last one go out in one write per transfer. Short steps thus
-travel in one write, long ones layer by layer, without a threshold to tune.
+Grain: at each turn all layers that became ready since the last one go out in one write per transfer. The layer hook
+wakes the writer when enough bytes are ready (`min_write_bytes`), so short steps travel in one write, long ones by layer.
 """
 
 import hashlib
