@@ -1,7 +1,7 @@
 """The prefiller's writer: posts each layer's pages as soon as they are in memory, and keeps account until silence.
 
 Grain: at each turn all layers that became ready since the last one go out in one write per transfer. The layer hook
-wakes the writer when enough bytes are ready (`min_write_bytes`), so short steps travel in one write, long ones by layer.
+wakes the writer when `min_write_bytes` are ready, so short steps travel in one write and long ones layer by layer.
 """
 
 import hashlib
