@@ -40,7 +40,6 @@ def main() -> int:
     directory = args.results or results_directory(ROOT, commit(ROOT))
     records = RecordFile(directory)
     if not args.summarise:
-        records.add("machine", **fingerprint(ROOT))
         extra = {"timeline_dir": str(args.timeline)} if args.timeline else {}
         quick = QUICK if args.quick else {}
         plan = Plan(records=records, model=str(random_llama()), only=args.only, ours_extra=extra, **quick)
@@ -61,6 +60,7 @@ def _run(name: str, plan: Plan, lock: Path | None, directory: Path) -> None:
     session = SESSIONS[name]
     with _locked(lock), _limited(SESSION_S):
         print(f"{name}: starting servers", flush=True)
+        plan.records.add("machine", servers=name, **fingerprint(ROOT))  # now: others may commit while we wait
         with start_all(session.specs(plan), START_S, log_dir=f"/tmp/pd-bench/{directory.name}/{name}") as servers:
             session.run(plan, servers)
 

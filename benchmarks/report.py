@@ -67,11 +67,12 @@ def _machine(records: Iterable[s.Record]) -> list[str]:
     for r in (r for r in records if r["kind"] == "machine"):
         dirty = " with uncommitted changes" if r["uncommitted_changes"] else ""
         lines.append(
-            f"{r['started']}: {r['cpu']}, {r['cores']} cores, {r['memory_gib']} GiB, Python {r['python']}, "
+            f"- {r.get('servers', '')}, {r['started']}: {r['cpu']}, {r['cores']} cores, {r['memory_gib']} GiB, "
+            f"Python {r['python']}, "
             f"vLLM {r.get('vllm', '?')}, NIXL {r.get('nixl', '?')}, torch {r.get('torch', '?')}, "
             f"commit {r['commit']}{dirty}; `{r['command']}`"
         )
-    return lines
+    return ["\n".join(lines)] if lines else []
 
 
 def _first_token(records: Sequence[s.Record]) -> list[str]:

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from benchmarks.micro.timing import clock_ns, per_call, summarise
+from vllm_pd_connector.config import parse
 from vllm_pd_connector.engine.layer_signal import HostLayerSignal
 from vllm_pd_connector.engine.messenger import Duty, Messenger
 from vllm_pd_connector.engine.step import BeginTransfer
@@ -31,7 +32,7 @@ TRANSFER = "0123456789abcdef" * 2
 
 
 def measure() -> list[dict[str, Any]]:
-    return [_without_transfer(), *_sleeping_messenger(), *_posting_messenger()]
+    return [_without_transfer(), _too_little_to_wake(), *_sleeping_messenger(), *_posting_messenger()]
 
 
 def _half(messenger: Messenger) -> WorkerHalf:
@@ -39,6 +40,9 @@ def _half(messenger: Messenger) -> WorkerHalf:
     half._layers = {name: layer for layer, name in enumerate(NAMES)}
     half._messenger = messenger
     half._signal = None
+    half._config = parse({})
+    half._layer_bytes = NUM_PAGES * PAGE_BYTES
+    half._ready_bytes = 0
     return half
 
 
@@ -46,6 +50,20 @@ def _without_transfer() -> dict[str, Any]:
     half = _half(Messenger([], 0.0005))
     name = NAMES[3]
     return per_call("layer hook, no transfer in the step", lambda: half.layer_done(name), calls=10_000, repeats=30)
+
+
+def _too_little_to_wake() -> dict[str, Any]:
+    """Layers below `min_write_bytes`: the hook only notes them."""
+    half = _half(Messenger([], 0.0005))
+    half._layer_bytes = 1
+    samples: list[float] = []
+    for _ in range(NUM_STEPS):
+        half._signal = HostLayerSignal(NUM_LAYERS)
+        start = time.perf_counter_ns()
+        for name in NAMES:
+            half.layer_done(name)
+        samples.append((time.perf_counter_ns() - start) / NUM_LAYERS)
+    return summarise("layer hook, too few bytes to wake the messenger", samples)
 
 
 def _sleeping_messenger() -> list[dict[str, Any]]:

@@ -14,7 +14,9 @@ from server_tier.stage import SETS, Stage
 from vllm_pd_connector.testing.servers import Server
 
 FLOAT32_TIE, FLOAT32_TOLERANCE = 1e-4, 5e-4
-BFLOAT16_TIE, BFLOAT16_TOLERANCE = 0.06, 0.3
+# Two steps of a bfloat16 logit between 16 and 32. The last prompt token is computed alone, so sums are rounded otherwise;
+# an ordinary server differs from itself as much when it finds the prompt in its prefix cache.
+BFLOAT16_TIE, BFLOAT16_TOLERANCE = 0.26, 0.6
 
 SUMMARY: list[str] = []
 """Lines that are printed after the last test."""
@@ -31,7 +33,7 @@ def references(request: pytest.FixtureRequest, stage: Stage) -> dict[str, Refere
     """What ordinary servers answered; they run and end before any other server starts."""
     names = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
     stage.close()
-    found = record([m for m in ("random", "smollm") if f"{m}_reference" in names], stage.folder / "reference")
+    found = record([m for m in ("random", "smollm", "bf16") if f"{m}_reference" in names], stage.folder / "reference")
     Waits.forget()
     return found
 
@@ -44,6 +46,11 @@ def random_reference(references: dict[str, Reference]) -> Reference:
 @pytest.fixture(scope="session")
 def smollm_reference(references: dict[str, Reference]) -> Reference:
     return references["smollm"]
+
+
+@pytest.fixture(scope="session")
+def bf16_reference(references: dict[str, Reference]) -> Reference:
+    return references["bf16"]
 
 
 @pytest.fixture(scope="session")
@@ -65,6 +72,11 @@ def main_pair(random_reference: Reference, stage: Stage) -> Pair:
 @pytest.fixture
 def smollm_pair(smollm_reference: Reference, stage: Stage) -> Pair:
     return Pair(*stage.use("smollm"))
+
+
+@pytest.fixture
+def bf16_pair(bf16_reference: Reference, stage: Stage) -> Pair:
+    return Pair(*stage.use("bf16"))
 
 
 @pytest.fixture

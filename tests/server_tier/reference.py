@@ -11,7 +11,7 @@ from typing import Any
 from server_tier.ask import Answer, ask, at_once
 from server_tier.probe import idle_cores
 from server_tier.prompts import RANDOM, SMOLLM
-from server_tier.stage import FLOAT32, TOOLS
+from server_tier.stage import BFLOAT16, FLOAT32, TOOLS
 from vllm_pd_connector.testing.models import random_llama, smollm2
 from vllm_pd_connector.testing.servers import Server, ServerSpec, start_all
 
@@ -23,22 +23,26 @@ IDLE_S = 10.0
 class Reference:
     """Attributes:
     answers: completions by prompt name.
+    again: the same a second time, with prefix hits; how far an ordinary server is from itself (bf16 only).
     chats: results of `chats.CASES` by name.
     idle_cores: cores the idle server used; 0 if not measured.
     """
 
     answers: dict[str, Answer] = field(default_factory=dict)
+    again: dict[str, Answer] = field(default_factory=dict)
     chats: dict[str, Any] = field(default_factory=dict)
     idle_cores: float = 0.0
 
 
 def record(models: Collection[str], folder: Path) -> dict[str, Reference]:
-    """References of the models "random" and "smollm", as far as they are asked for, from servers that are gone then."""
+    """References of the models "random", "smollm" and "bf16", as far as they are asked for, from servers that are gone then."""
     specs: list[ServerSpec] = []
     if "random" in models:
         specs.append(ServerSpec(random_llama(), cores=[0], name="random", args=FLOAT32))
     if "smollm" in models:
-        specs.append(ServerSpec(smollm2(), cores=[1], name="smollm", args=("--dtype", "bfloat16", *TOOLS)))
+        specs.append(ServerSpec(smollm2(), cores=[1], name="smollm", args=(*FLOAT32, *TOOLS)))
+    if "bf16" in models:
+        specs.append(ServerSpec(smollm2(), cores=[1], name="bf16", args=BFLOAT16))
     with start_all(specs, START_S, log_dir=folder) as servers:
         # Side by side: each server has its own core.
         found = at_once([partial(_RECORDERS[server.name], server) for server in servers])
@@ -57,8 +61,6 @@ def _smollm(server: Server) -> Reference:
     from server_tier.chats import CASES, client_of, model_of  # imports openai, which takes a second
 
     into = Reference()
-    for name, prompt in SMOLLM.items():
-        into.answers[name] = ask(server.url, prompt)
     client = client_of(server.url)
     model = model_of(client)
     for name, case in CASES.items():
@@ -66,4 +68,12 @@ def _smollm(server: Server) -> Reference:
     return into
 
 
-_RECORDERS = {"random": _random, "smollm": _smollm}
+def _bf16(server: Server) -> Reference:
+    into = Reference()
+    for answers in (into.answers, into.again):
+        for name, prompt in SMOLLM.items():
+            answers[name] = ask(server.url, prompt)
+    return into
+
+
+_RECORDERS = {"random": _random, "smollm": _smollm, "bf16": _bf16}

@@ -20,6 +20,7 @@ START_S = 400.0
 SHORT = {"min_remote_tokens": 1, "settle_s": 3, "quarantine_s": 3, "retry_s": 0.5}
 TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-prompt-tokens-details")
 FLOAT32 = ("--dtype", "float32")
+BFLOAT16 = ("--dtype", "bfloat16")
 GUARD = ("--middleware", "vllm_pd_connector.control.request_guard.RequestGuard")
 ALARMS = ("event=messenger_error", "event=invariant_broken", "EngineDeadError")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -42,11 +43,19 @@ def main_set() -> list[ServerSpec]:
 
 
 def smollm_set() -> list[ServerSpec]:
-    """The real small model in bf16, with tools, and the request guard in front of both servers."""
-    args = ("--dtype", "bfloat16", *TOOLS, *GUARD)
+    """The real small model in float32, with tools, and the request guard in front of both servers."""
+    args = (*FLOAT32, *TOOLS, *GUARD)
     return [
         ServerSpec(smollm2(), "prefiller", cores=[0], args=args, extra={"verify_pages": True}),
         ServerSpec(smollm2(), "decoder", cores=[1], args=args, extra={**SHORT, "verify_pages": True}),
+    ]
+
+
+def bf16_set() -> list[ServerSpec]:
+    """The real small model as it is meant to run."""
+    return [
+        ServerSpec(smollm2(), "prefiller", cores=[0], args=BFLOAT16, extra={"verify_pages": True}),
+        ServerSpec(smollm2(), "decoder", cores=[1], args=BFLOAT16, extra={**SHORT, "verify_pages": True}),
     ]
 
 
@@ -142,6 +151,7 @@ SETS: dict[str, Callable[[], Sequence[ServerSpec]]] = {
     "faulty": faulty_set,
     "both": both_set,
     "smollm": smollm_set,
+    "bf16": bf16_set,
     "tp2": tp2_set,
 }
 

@@ -63,7 +63,7 @@ def read_moments(directory: Path, request_id: str, *, sent_ns: int, first_token_
     Raises:
         NoTimelineFound: it was not transferred, or the files are elsewhere.
     """
-    lines = [json.loads(line) for file in sorted(directory.glob("*.jsonl")) for line in file.open()]
+    lines = [json.loads(line) for file in sorted(directory.glob("*.jsonl")) for line in file.read_text().splitlines()]
     reserved = next((line for line in lines if request_id in str(line.get("request", ""))), None)
     if reserved is None:
         raise NoTimelineFound(f"no reservation for {request_id} in {directory}")

@@ -128,6 +128,7 @@ def _frame(axes: Any, layers: range, *, every: int, title: str, head: float = 0.
     axes.set_yticks([layer for layer in layers if layer % every == 0 or layer == layers.stop - 1])
     axes.set_title(title, loc="left", fontsize=10.5, color=INK, pad=8)
     axes.set_xlabel("milliseconds since the client sent the request", color=INK)
+    axes.locator_params(axis="x", nbins=5)
     axes.tick_params(length=3, color=FAINT, labelcolor=INK)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.grid(axis="x", color="#dddddd", lw=0.6)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import deque
+from functools import partial
 from logging import getLogger
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ from vllm_pd_connector.telemetry.counters import Tally
 from vllm_pd_connector.telemetry.timeline import open_timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -141,9 +142,8 @@ class WorkerHalf:
             self._signal = make_signal(self._device_type, self._pages.num_layers)
             self._layer_bytes = self._pages.page_bytes * sum(len(write.src_blocks) for write in orders.writes)
             self._ready_bytes = 0
-        if orders.expects or orders.hand_backs or orders.forgets or orders.begins or orders.writes or orders.closes:
-            signal = self._signal
-            self._messenger.submit(lambda: self._carry_out(orders, signal))
+        for action in self._actions(orders, self._signal):
+            self._messenger.submit(action)
 
     def layer_done(self, layer_name: str) -> None:
         """The layer hook. Aliases that share another layer's cache are not in the table and are passed over."""
@@ -198,19 +198,20 @@ class WorkerHalf:
             self._layers = {}
         self._timeline.close()
 
-    def _carry_out(self, orders: StepMetadata, signal: LayerSignal | None) -> None:
+    def _actions(self, orders: StepMetadata, signal: LayerSignal | None) -> Iterator[Callable[[], None]]:
+        """One action for each order, in order: one that fails must not take the others with it."""
         for expect in orders.expects:
-            self._receiver.expect(expect)
+            yield partial(self._receiver.expect, expect)
         for hand_back in orders.hand_backs:
-            self._receiver.hand_back(hand_back)
+            yield partial(self._receiver.hand_back, hand_back)
         for transfer_id in orders.forgets:
-            self._receiver.forget(transfer_id)
+            yield partial(self._receiver.forget, transfer_id)
         for begin in orders.begins:
-            self._writer.begin(begin)
+            yield partial(self._writer.begin, begin)
         if signal is not None:
-            self._writer.start_step(orders.writes, signal)
+            yield partial(self._writer.start_step, orders.writes, signal)
         for close in orders.closes:
-            self._writer.close(close)
+            yield partial(self._writer.close, close)
 
     def _listen(self) -> FenceServer:
         parallel = self._vllm_config.parallel_config

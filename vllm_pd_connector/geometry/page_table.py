@@ -1,5 +1,7 @@
 """All pages of one rank as plain integers: which bytes hold (layer, block). Pure."""
 
+from typing import Literal
+
 import msgspec
 
 from vllm_pd_connector.errors import OutOfRegion
@@ -22,7 +24,7 @@ class PageTable(msgspec.Struct, frozen=True, kw_only=True):
     base: int
     size_bytes: int
     device_id: int
-    memory: str
+    memory: Literal["DRAM", "VRAM"]
     num_blocks: int
     page_bytes: int
     block_stride: int

@@ -48,12 +48,15 @@ def bind(write: ChunkWrite, layers: Sequence[int], src: PageTable, dst: PageTabl
     """Page numbers of these layers of a chunk, every one inside both tables (law 3).
 
     Raises:
-        OutOfRegion: a block or layer is outside its table, a null block is named, or the sides differ in page count.
+        OutOfRegion: a block or layer is outside its table, a null block is named, or the sides differ in the number or
+            the size of the pages.
 
     Cost: linear in `len(layers) * len(write.src_blocks)`, in numpy.
     """
     if len(write.src_blocks) != len(write.dst_blocks):
         raise OutOfRegion(f"{len(write.src_blocks)} source pages for {len(write.dst_blocks)} destination pages")
+    if src.page_bytes != dst.page_bytes:
+        raise OutOfRegion(f"source pages of {src.page_bytes} B for destination pages of {dst.page_bytes} B")
     src_blocks = _checked(write.src_blocks, src, "source")
     dst_blocks = _checked(write.dst_blocks, dst, "destination")
     rows = np.asarray(layers, dtype=np.int32)

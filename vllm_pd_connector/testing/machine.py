@@ -46,8 +46,12 @@ def assign_gpus(wanted: Sequence[Sequence[int]]) -> list[Devices]:
 
 
 def environment(*, cores: Sequence[int], gpus: Sequence[int], extra: Mapping[str, str]) -> dict[str, str]:
-    """Our environment with what a server on these cores or GPUs needs; `extra` wins."""
-    env = {**os.environ, **ENV}
+    """Our environment with what a server on these cores or GPUs needs; `extra` wins.
+
+    PYTHONDONTWRITEBYTECODE is left out: where it is set each of a server's processes compiles vLLM and PyTorch anew,
+    which takes longer than loading the model.
+    """
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | ENV
     env |= (
         {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
         if gpus
