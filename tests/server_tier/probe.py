@@ -68,8 +68,15 @@ def vllm_metric(server: Server, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0] == name)
 
 
+SPIN_S = 3.0
+
+
 def idle_cores(server: Server, seconds: float) -> float:
-    """Cores that all processes of a server use while nobody asks it anything."""
+    """Cores that all processes of a server use while nobody asks it anything.
+
+    vLLM's own queue readers spin for a second after each message; that second is over first.
+    """
+    time.sleep(SPIN_S)
     before, started = _ticks(server), time.monotonic()
     time.sleep(seconds)
     return (_ticks(server) - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - started)
