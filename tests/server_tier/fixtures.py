@@ -14,8 +14,8 @@ from server_tier.stage import SETS, Stage
 from vllm_pd_connector.testing.servers import Server
 
 FLOAT32_TIE, FLOAT32_TOLERANCE = 1e-4, 5e-4
-# Two steps of a bfloat16 logit between 16 and 32. The last prompt token is computed alone, so sums are rounded otherwise;
-# an ordinary server differs from itself as much when it finds the prompt in its prefix cache.
+# Two steps of a bfloat16 logit between 16 and 32. The last prompt token is computed alone, so sums are rounded
+# otherwise; how far an ordinary server is from itself with prefix hits is printed beside it.
 BFLOAT16_TIE, BFLOAT16_TOLERANCE = 0.26, 0.6
 
 SUMMARY: list[str] = []

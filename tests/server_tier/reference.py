@@ -35,7 +35,7 @@ class Reference:
 
 
 def record(models: Collection[str], folder: Path) -> dict[str, Reference]:
-    """References of the models "random", "smollm" and "bf16", as far as they are asked for, from servers that are gone then."""
+    """References "random", "smollm" and "bf16", as far as they are asked for, from servers that are gone then."""
     specs: list[ServerSpec] = []
     if "random" in models:
         specs.append(ServerSpec(random_llama(), cores=[0], name="random", args=FLOAT32))
