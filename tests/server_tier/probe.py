@@ -10,6 +10,9 @@ from pathlib import Path
 from server_tier.ask import body_of, post, until
 from vllm_pd_connector.testing.servers import Server
 
+SPIN_S = 2.0
+"""vLLM's shared-memory readers spin for a second after each message."""
+
 QUIET_GAUGES = ("held_requests", "held_pages", "fenced_pages", "draining_requests")
 
 
