@@ -105,11 +105,15 @@ def _quotients(found: Sequence[s.Added]) -> list[str]:
     texts: list[str] = []
     for tokens in sorted({tokens for tokens, _ in own}):
         ours, pull = own.get((tokens, s.OURS)), own.get((tokens, s.PULL))
-        if ours is not None and pull is not None and ours.median > 0 and pull.low > 0:
-            low, high = max(ours.low, 0.0) / pull.high, max(ours.high, 0.0) / pull.low
-            texts.append(f"{tokens:,} tokens: {ours.median / pull.median:.2f} ({low:.2f} … {high:.2f})")
+        if ours is None or pull is None or pull.median <= 0:
+            continue
+        bounds = (
+            f"{ours.low / pull.high:.2f} … {ours.high / pull.low:.2f}" if min(ours.low, pull.low) > 0 else "no bounds"
+        )
+        texts.append(f"{tokens:,} tokens: {ours.median / pull.median:.2f} ({bounds})")
     head = "Added by ours ÷ added by NixlConnector, each against its own prefiller: "
-    return [head + "; ".join(texts) + "."] if texts else []
+    tail = '. "No bounds": in some round one of them added less than the noise.'
+    return [head + "; ".join(texts) + tail] if texts else []
 
 
 def _gaps(records: Sequence[s.Record]) -> list[str]:

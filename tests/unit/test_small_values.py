@@ -15,7 +15,6 @@ from vllm_pd_connector.config import PDConfig, explain, parse
 from vllm_pd_connector.control.keys import load_key, write_key
 from vllm_pd_connector.errors import ConfigError, IncompatiblePeer, OutOfRegion
 from vllm_pd_connector.lifecycle.deadline import Deadlines
-from vllm_pd_connector.plan.runs import num_runs
 from vllm_pd_connector.plan.write import ChunkWrite, bind
 from vllm_pd_connector.telemetry.counters import Tally
 from vllm_pd_connector.telemetry.timeline import FileTimeline, NoTimeline, open_timeline
@@ -227,13 +226,6 @@ class TestPageTable:
         write = ChunkWrite(transfer_id="t", src_blocks=src, dst_blocks=dst)
         with pytest.raises(OutOfRegion):
             bind(write, layers, self.TABLE, self.TABLE)
-
-
-def test_runs_merge_only_where_both_sides_are_adjacent() -> None:
-    assert num_runs([], []) == 0
-    assert num_runs([1, 2, 3], [7, 8, 9]) == 1
-    assert num_runs([1, 2, 3], [7, 9, 10]) == 2
-    assert num_runs([3, 2, 1], [1, 2, 3]) == 3
 
 
 def test_bound_writes_are_immutable() -> None:
