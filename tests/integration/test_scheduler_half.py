@@ -112,10 +112,12 @@ def test_a_preempted_request_is_not_dispatched_again(rig: Rig) -> None:
         {"prefiller": "http://stranger:1"},
         {"prefiller": [[]]},
         {"pd_other": [[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]},
+        "boom",
+        [7],
     ],
-    ids=["not text", "not in the pool", "a list", "nested too deep"],
+    ids=["not text", "not in the pool", "a list", "nested too deep", "no object", "no object but a list"],
 )
-def test_invalid_parameters_finish_that_request_alone_with_an_error(rig: Rig, params: dict[str, Any]) -> None:
+def test_invalid_parameters_finish_that_request_alone_with_an_error(rig: Rig, params: Any) -> None:
     before = rig.free_blocks
     bad, good = rig.add(PROMPT, params=params), rig.add(BLOCK, seed=1)
     rig.run_until_done()

@@ -234,3 +234,10 @@ def test_nesting_is_refused_beyond_the_limit_and_only_there(depth: int, as_list:
             parse_params(params)
     else:
         assert parse_params(params) == NOTHING
+
+
+@pytest.mark.parametrize("params", ["boom", 7, 1.5, True, ["prefiller"], b"x"])
+def test_parameters_that_are_no_object_are_refused(params: object) -> None:
+    """vLLM passes `vllm_xargs: {"kv_transfer_params": "boom"}` on as it is."""
+    with pytest.raises(ProtocolError, match="must be an object"):
+        parse_params(params)

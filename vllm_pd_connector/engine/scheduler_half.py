@@ -121,6 +121,13 @@ class SchedulerHalf:
             self._decode.bind(self._manager)
 
     def new_request(self, request: Request) -> None:
+        if not isinstance(request.kv_transfer_params, dict | None):
+            # `vllm_xargs` brings any value here, and vLLM's scheduler calls `.get` on it right after this.
+            kind = type(request.kv_transfer_params).__name__
+            request.kv_transfer_params = None
+            self._tally.add("refused_params")
+            vllm_compat.fail_request(request, f"kv_transfer_params is a {kind}: it must be an object")
+            return
         if self._prefill is not None and self._prefill.new_request(request):
             return
         if self._decode is not None:
@@ -189,5 +196,5 @@ class SchedulerHalf:
 
     def _is_prefill(self, request: Request) -> bool:
         """Whether another engine's dispatch or greeting is being served here: never dispatched on."""
-        params = request.kv_transfer_params or {}
-        return any(key in params for key in (RESERVATION, HELLO))
+        params = request.kv_transfer_params
+        return isinstance(params, dict) and any(key in params for key in (RESERVATION, HELLO))

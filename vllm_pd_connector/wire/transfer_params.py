@@ -32,14 +32,16 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
 NOTHING = TransferParams()
 
 
-def parse_params(params: dict[str, Any] | None) -> TransferParams:
-    """What `kv_transfer_params` asks for.
+def parse_params(params: Any) -> TransferParams:
+    """What `kv_transfer_params` asks for. It may be any JSON value: vLLM passes `vllm_xargs` on unchecked.
 
     Raises:
         ProtocolError: names the key and what is wrong with it.
     """
-    if not params:
+    if params is None or params == {}:
         return NOTHING
+    if not isinstance(params, dict):
+        raise ProtocolError(f"kv_transfer_params is a {type(params).__name__}: it must be an object")
     check_depth(params)
     if RESERVATION in params:
         return TransferParams(reservation=_convert(params, RESERVATION, Reservation))
