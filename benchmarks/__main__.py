@@ -8,6 +8,7 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,7 +62,9 @@ def _run(name: str, plan: Plan, lock: Path | None, directory: Path) -> None:
     with _locked(lock), _limited(SESSION_S):
         print(f"{name}: starting servers", flush=True)
         plan.records.add("machine", servers=name, **fingerprint(ROOT))  # now: others may commit while we wait
-        with start_all(session.specs(plan), START_S, log_dir=f"/tmp/pd-bench/{directory.name}/{name}") as servers:
+        with start_all(
+            session.specs(plan), START_S, log_dir=Path(tempfile.gettempdir(), "pd-bench", directory.name, name)
+        ) as servers:
             session.run(plan, servers)
 
 
