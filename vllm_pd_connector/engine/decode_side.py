@@ -127,7 +127,6 @@ class DecodeSide:
                 )
         except ProtocolError as error:
             self._tally.add("refused_params")
-            logger.warning("event=request_refused request=%s reason=%s", request.request_id, error)
             vllm_compat.fail_request(request, str(error))
 
     def match(self, request: Request, num_local_tokens: int) -> int:

@@ -83,7 +83,6 @@ class PrefillSide:
             return True
         except ProtocolError as error:
             # No decoder of ours says such things: this is a client, and it gets an error and no answer.
-            logger.warning("event=request_refused request=%s reason=%s", request.request_id, error)
             vllm_compat.fail_request(request, str(error))
             return True
         try:

@@ -6,6 +6,7 @@ import json
 import platform
 import re
 from importlib.metadata import PackageNotFoundError, version
+from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,8 @@ from vllm_pd_connector.errors import UnsupportedEngine
 from vllm_pd_connector.geometry.page_table import PageTable
 from vllm_pd_connector.wire.compatibility import CacheShape
 from vllm_pd_connector.wire.version import PROTOCOL_VERSION
+
+logger = getLogger(__name__)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -201,6 +204,7 @@ def fail_request(request: Request, reason: str) -> None:
     A connector has no call for this. A request whose grammar failed to compile is finished so by the scheduler, before
     it is given blocks; so the request is given such a grammar.
     """
+    logger.warning("event=request_refused request=%s reason=%s", request.request_id, reason)
     failure = StructuredOutputRequest(params=StructuredOutputsParams(json_object=True))
     failure._grammar = ValueError(reason)
     request.structured_output_request = failure
