@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from vllm_pd_connector.testing.machine import HOST, free_ports
+from vllm_pd_connector.testing.machine import FEW_CORES, HOST, free_ports
 from vllm_pd_connector.testing.models import random_llama, smollm2
 from vllm_pd_connector.testing.servers import Server, ServerFailed, ServerSpec, start_all
 
@@ -23,7 +23,6 @@ FLOAT32 = ("--dtype", "float32")
 BFLOAT16 = ("--dtype", "bfloat16")
 GUARD = ("--middleware", "vllm_pd_connector.control.request_guard.RequestGuard")
 ALARMS = ("event=messenger_error", "event=invariant_broken", "EngineDeadError")
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def main_set() -> list[ServerSpec]:
@@ -60,12 +59,12 @@ def bf16_set() -> list[ServerSpec]:
 
 
 def tp2_set() -> list[ServerSpec]:
-    """Two ranks on each side: four workers on two cores, so slow."""
+    """Two ranks on each side: four workers on two cores."""
     args = (*FLOAT32, "--tensor-parallel-size", "2")
     slow = {"min_remote_tokens": 1, "verify_pages": True, "settle_s": 60, "request_deadline_s": 120, "retry_s": 0.5}
     return [
-        ServerSpec(random_llama(), "prefiller", cores=[0, 1], args=args, extra={"verify_pages": True}, env=ONE_THREAD),
-        ServerSpec(random_llama(), "decoder", cores=[0, 1], args=args, extra=slow, env=ONE_THREAD),
+        ServerSpec(random_llama(), "prefiller", cores=[0, 1], args=args, extra={"verify_pages": True}, env=FEW_CORES),
+        ServerSpec(random_llama(), "decoder", cores=[0, 1], args=args, extra=slow, env=FEW_CORES),
     ]
 
 
@@ -87,14 +86,14 @@ def faulty_set() -> list[ServerSpec]:
         "faults": [{"action": "fail", "nth": 0, "count": 1}, {"action": "hang", "nth": 1, "count": 100_000}],
     }
     prefillers = [
-        ServerSpec(random_llama(), "prefiller", cores=[0, 1], args=FLOAT32, extra=extra, name=name, env=ONE_THREAD)
+        ServerSpec(random_llama(), "prefiller", cores=[0, 1], args=FLOAT32, extra=extra, name=name, env=FEW_CORES)
         for name, extra in (("wrong", wrong), ("checked", checked), ("stuck", stuck))
     ]
     decoder = ServerSpec(
         random_llama(),
         "decoder",
         cores=[0, 1],
-        env=ONE_THREAD,
+        env=FEW_CORES,
         args=FLOAT32,
         extra={**SHORT, "verify_pages": True, "request_deadline_s": 15, "fence_s": 4},
     )
@@ -132,7 +131,7 @@ def both_set() -> list[ServerSpec]:
         random_llama(),
         "plain",
         cores=[0, 1],
-        env=ONE_THREAD,
+        env=FEW_CORES,
         name="alone",
         args=(*FLOAT32, "--kv-transfer-config", transfer),
     )
@@ -187,7 +186,7 @@ class Stage:
         """Start a server of the present set again, on the same port, in place of one that was killed."""
         index = self._servers.index(dead)
         spec = SETS[self._name]()[index]
-        spec = replace(spec, port=dead.port, name=f"{dead.name}-again", cores=[0, 1], env=ONE_THREAD)
+        spec = replace(spec, port=dead.port, name=f"{dead.name}-again", cores=[0, 1], env=FEW_CORES)
         (server,) = self._stack.enter_context(start_all([spec], START_S, log_dir=self.folder / self._name))
         self._servers[index] = server
         return server

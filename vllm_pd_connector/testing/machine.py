@@ -9,11 +9,14 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 HOST = "127.0.0.1"
 GPU_SHARE = 0.85  # of a GPU's memory, divided among the servers on it
 ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "UCX_LOG_LEVEL": "error"}
 CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # GiB of KV; we pin, not vLLM
+FEW_CORES = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent / "few_cores")}
+"""For servers whose processes share cores; see `few_cores/sitecustomize.py`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
