@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from server_tier.ask import Score, ask, body_of, fresh_salt, post, until
-from server_tier.fake_prefiller import FakePrefiller, Reply, fake_prefiller
+from server_tier.fake_prefiller import FakePrefiller, Reply, fake_prefiller, greet
 from server_tier.probe import Since, wait_quiet
 from server_tier.prompts import RANDOM, names
 from server_tier.reference import Reference
@@ -48,13 +48,6 @@ FAILED_DISPATCHES = {
 def fake(both_servers: list[Server]) -> Iterator[FakePrefiller]:
     with fake_prefiller(fake_port(), both_servers[0].url) as fake:
         yield fake
-
-
-def greet(fake: FakePrefiller, decoder: Server) -> None:
-    """Wait until the decoder takes the fake for a good prefiller."""
-    greeted = f"event=prefiller_greeted prefiller={fake.url}"
-    lost = f"event=prefiller_lost prefiller={fake.url}"
-    until(lambda: decoder.count_log(greeted) > decoder.count_log(lost), 30, "the fake is greeted")
 
 
 def test_wrong_greetings(

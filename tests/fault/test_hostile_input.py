@@ -117,6 +117,19 @@ def test_params_of_a_client(main_pair: Pair, random_reference: Reference, score:
     score.check()
 
 
+@pytest.mark.parametrize("value", ["a string", 7, [1, "x"]], ids=str)
+def test_params_by_way_of_extra_arguments(
+    main_pair: Pair, random_reference: Reference, score: Score, value: object
+) -> None:
+    """`vllm_xargs` passes values of other kinds on, which would end vLLM's scheduler."""
+    for server in (main_pair.decoder, main_pair.prefiller):
+        body = body_of(RANDOM[SMALL], vllm_xargs={"kv_transfer_params": value}, cache_salt=fresh_salt())
+        status, answer = post(server.url, body, timeout_s=60)
+        assert status != 200, answer
+    check_next(main_pair, random_reference, score)
+    score.check()
+
+
 @pytest.mark.parametrize("kind", RESERVATIONS)
 def test_reservations_of_a_stranger(main_pair: Pair, random_reference: Reference, score: Score, kind: str) -> None:
     """All of it is right but for one thing. The prefiller says or logs why it will not, writes nothing and goes on."""

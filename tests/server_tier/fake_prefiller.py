@@ -6,12 +6,13 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from server_tier.ask import post
+from server_tier.ask import post, until
 from vllm_pd_connector.testing.machine import HOST
+from vllm_pd_connector.testing.servers import Server
 from vllm_pd_connector.wire.transfer_params import HELLO, REPLY
 
 
@@ -41,6 +42,7 @@ class FakePrefiller:
     on_dispatch: answer to dispatches.
     num_hellos: greetings seen.
     num_dispatches: dispatches seen.
+    last_dispatch: body of the newest.
     """
 
     url: str
@@ -49,10 +51,12 @@ class FakePrefiller:
     on_dispatch: Reply = Reply(500, b"")
     num_hellos: int = 0
     num_dispatches: int = 0
+    last_dispatch: dict[str, Any] = field(default_factory=dict)
 
     def answer(self, body: dict[str, Any]) -> Reply:
         if HELLO not in (body.get("kv_transfer_params") or {}):
             self.num_dispatches += 1
+            self.last_dispatch = body
             return self.on_dispatch
         self.num_hellos += 1
         return self.on_hello or self.real_hello(body)
@@ -94,3 +98,10 @@ def fake_prefiller(port: int, real: str) -> Iterator[FakePrefiller]:
         finally:
             server.shutdown()
             thread.join()
+
+
+def greet(fake: FakePrefiller, decoder: Server) -> None:
+    """Wait until the decoder takes the fake for a good prefiller."""
+    greeted = f"event=prefiller_greeted prefiller={fake.url}"
+    lost = f"event=prefiller_lost prefiller={fake.url}"
+    until(lambda: decoder.count_log(greeted) > decoder.count_log(lost), 30, "the fake is greeted")

@@ -10,8 +10,8 @@ from typing import Any
 
 from server_tier.ask import Answer, ask, at_once
 from server_tier.probe import idle_cores
-from server_tier.prompts import RANDOM, SMOLLM
-from server_tier.stage import BFLOAT16, FLOAT32, TOOLS
+from server_tier.prompts import BFLOAT16, RANDOM, SMOLLM
+from server_tier.stage import FLOAT32, REDUCED, TOOLS
 from vllm_pd_connector.testing.models import random_llama, smollm2
 from vllm_pd_connector.testing.servers import Server, ServerSpec, start_all
 
@@ -42,9 +42,9 @@ def record(models: Collection[str], folder: Path) -> dict[str, Reference]:
     if "smollm" in models:
         specs.append(ServerSpec(smollm2(), cores=[1], name="smollm", args=(*FLOAT32, *TOOLS)))
     if "bf16" in models:
-        specs.append(ServerSpec(smollm2(), cores=[1], name="bf16", args=BFLOAT16))
+        specs.append(ServerSpec(smollm2(), cores=[0], name="bf16", args=REDUCED))
     with start_all(specs, START_S, log_dir=folder) as servers:
-        # Side by side: each server has its own core.
+        # Side by side; the slowest has a core to itself.
         found = at_once([partial(_RECORDERS[server.name], server) for server in servers])
     return {server.name: reference for server, reference in zip(servers, found, strict=True)}
 
@@ -65,13 +65,15 @@ def _smollm(server: Server) -> Reference:
     model = model_of(client)
     for name, case in CASES.items():
         into.chats[name] = case(client, model)
+    for name, prompt in SMOLLM.items():
+        into.answers[name] = ask(server.url, prompt)
     return into
 
 
 def _bf16(server: Server) -> Reference:
     into = Reference()
     for answers in (into.answers, into.again):
-        for name, prompt in SMOLLM.items():
+        for name, prompt in BFLOAT16.items():
             answers[name] = ask(server.url, prompt)
     return into
 

@@ -13,15 +13,17 @@ from functools import cache
 from pathlib import Path
 
 from vllm_pd_connector.testing.machine import FEW_CORES, HOST, free_ports
-from vllm_pd_connector.testing.models import random_llama, smollm2
+from vllm_pd_connector.testing.models import random_llama, random_lora, smollm2
+from vllm_pd_connector.testing.models.random_lora import RANK as LORA_RANK
 from vllm_pd_connector.testing.servers import Server, ServerFailed, ServerSpec, start_all
 
 START_S = 400.0
 SHORT = {"min_remote_tokens": 1, "settle_s": 3, "quarantine_s": 3, "retry_s": 0.5}
 TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-prompt-tokens-details")
 FLOAT32 = ("--dtype", "float32")
-BFLOAT16 = ("--dtype", "bfloat16")
+REDUCED = ("--dtype", "bfloat16")
 GUARD = ("--middleware", "vllm_pd_connector.control.request_guard.RequestGuard")
+ADAPTER = "adapter"
 ALARMS = ("event=messenger_error", "event=invariant_broken", "EngineDeadError")
 
 
@@ -53,8 +55,8 @@ def smollm_set() -> list[ServerSpec]:
 def bf16_set() -> list[ServerSpec]:
     """The real small model as it is meant to run."""
     return [
-        ServerSpec(smollm2(), "prefiller", cores=[0], args=BFLOAT16, extra={"verify_pages": True}),
-        ServerSpec(smollm2(), "decoder", cores=[1], args=BFLOAT16, extra={**SHORT, "verify_pages": True}),
+        ServerSpec(smollm2(), "prefiller", cores=[0], args=REDUCED, extra={"verify_pages": True}),
+        ServerSpec(smollm2(), "decoder", cores=[1], args=REDUCED, extra={**SHORT, "verify_pages": True}),
     ]
 
 
@@ -103,16 +105,19 @@ def faulty_set() -> list[ServerSpec]:
 def both_set() -> list[ServerSpec]:
     """Two kv_both servers that prefill for each other, and a decoder without prefillers, loaded by its module path.
 
-    The pools of the two also name the port of `FakePrefiller`. The first answers failures with an error.
+    The pools of the two also name the port of `FakePrefiller`. The first answers failures with an error. All of them
+    have the base model and an adapter.
     """
     first, second = free_ports(2)
+    lora = ("--enable-lora", "--max-lora-rank", str(LORA_RANK), "--lora-modules", f"{ADAPTER}={random_lora()}")
+    args = (*FLOAT32, *lora, "--scheduling-policy", "priority")
     servers = [
         ServerSpec(
             random_llama(),
             "both",
             cores=[core],
             port=port,
-            args=FLOAT32,
+            args=args,
             extra={
                 **SHORT,
                 "request_deadline_s": 15,
@@ -133,7 +138,7 @@ def both_set() -> list[ServerSpec]:
         cores=[0, 1],
         env=FEW_CORES,
         name="alone",
-        args=(*FLOAT32, "--kv-transfer-config", transfer),
+        args=(*args, "--kv-transfer-config", transfer),
     )
     return [*servers, alone]
 

@@ -6,6 +6,7 @@ imported by the builders, when one is called.
 
 from vllm_pd_connector.testing.models.cache import ModelBuildError, cache_dir
 from vllm_pd_connector.testing.models.random_llama import random_llama
+from vllm_pd_connector.testing.models.random_lora import random_lora
 from vllm_pd_connector.testing.models.smollm2 import smollm2
 
-__all__ = ["ModelBuildError", "cache_dir", "random_llama", "smollm2"]
+__all__ = ["ModelBuildError", "cache_dir", "random_llama", "random_lora", "smollm2"]
