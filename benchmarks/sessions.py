@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import idle, interference, ttft
+from benchmarks import idle, ttft
 from benchmarks.client import RequestFailed, random_prompt, stream, stream_in_two_steps
+from benchmarks.interference import Interference
 from benchmarks.records import RecordFile
 from benchmarks.summary import OURS, OURS_PREFILLER, PULL, PULL_PREFILLER, SHARED
 from vllm_pd_connector.testing.machine import free_ports
@@ -147,16 +148,15 @@ def _run_push(plan: Plan, servers: Sequence[Server]) -> None:
 
 
 def _interfere(plan: Plan, arm: str, answer_url: str, prompt_urls: Sequence[str], leaders: Sequence[int]) -> None:
-    interference.measure(
-        plan.records,
-        arm,
-        plan.model,
-        answer_url,
-        prompt_urls,
-        leaders,
-        reps=plan.answers,
+    Interference(
+        records=plan.records,
+        arm=arm,
+        model=plan.model,
+        answer_url=answer_url,
+        prompt_urls=prompt_urls,
+        leaders=leaders,
         answer_tokens=plan.answer_tokens,
-    )
+    ).measure(plan.answers)
 
 
 def _check_remote(plan: Plan, decoder: Server) -> None:

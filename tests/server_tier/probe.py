@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import time
 import urllib.request
-from pathlib import Path
 
 from server_tier.ask import body_of, post, until
+from vllm_pd_connector.testing.process_group import cpu_seconds
 from vllm_pd_connector.testing.servers import Server
 
-SPIN_S = 2.0
+SPIN_S = 3.0
 """vLLM's shared-memory readers spin for a second after each message."""
 
 QUIET_GAUGES = ("held_requests", "held_pages", "fenced_pages", "draining_requests")
@@ -71,27 +70,13 @@ def vllm_metric(server: Server, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0] == name)
 
 
-SPIN_S = 3.0
-
-
 def idle_cores(server: Server, seconds: float) -> float:
     """Cores that all processes of a server use while nobody asks it anything.
 
-    vLLM's own queue readers spin for a second after each message; that second is over first.
+    The queue readers stop spinning first.
     """
     time.sleep(SPIN_S)
-    before, started = _ticks(server), time.monotonic()
+    leader = [server.process.pid]
+    before, started = cpu_seconds(leader), time.monotonic()
     time.sleep(seconds)
-    return (_ticks(server) - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - started)
-
-
-def _ticks(server: Server) -> int:
-    total = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it ended while we looked
-        if int(fields[2]) == server.process.pid:  # its process group
-            total += int(fields[11]) + int(fields[12])
-    return total
+    return (cpu_seconds(leader) - before) / (time.monotonic() - started)

@@ -27,6 +27,7 @@ from vllm_pd_connector.telemetry.log import adopt_vllm_logging
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.config.kv_transfer import KVTransferConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -81,6 +82,10 @@ class PDConnector(KVConnectorBase_V1):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         return True  # the replay of a full graph runs no layer hook
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        return False  # asked by vLLM 0.33: waking maps the cache anew, and peers would write to where it was
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PDStats:
