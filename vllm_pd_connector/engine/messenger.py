@@ -9,9 +9,10 @@ without a time-out, so an idle worker uses no CPU (law 15).
 """
 
 import threading
-from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from logging import getLogger
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 logger = getLogger(__name__)
@@ -46,8 +47,7 @@ class Messenger:
         self._on_start = on_start
         self._duties = duties
         self._pause_s = pause_s
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._wake = threading.Event()
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()  # written in C: half the cost of an Event
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="pd-messenger", daemon=True)
 
@@ -56,23 +56,23 @@ class Messenger:
 
     def submit(self, action: Callable[[], None]) -> None:
         """Run an action on the messenger thread, in order of submission. Any thread; never blocks."""
-        self._inbox.append(action)
-        self._wake.set()
+        self._inbox.put(action)
 
     def wake(self) -> None:
-        """Have the duties advanced now. Any thread; about a microsecond."""
-        self._wake.set()
+        """Have the duties advanced now. Any thread; microseconds."""
+        self._inbox.put(_nothing)
 
     def stop(self) -> None:
         """End the thread after its current turn; returns within `STOP_TIMEOUT_S`."""
         self._is_stopping = True
-        self._wake.set()
+        self.wake()
         self._thread.join(STOP_TIMEOUT_S)
 
     def turn(self) -> bool:
         """Carry out the inbox and advance each duty once; True when one is busy. For tests without a thread."""
-        while self._inbox:
-            self._guarded(self._inbox.popleft())
+        with suppress(Empty):
+            while True:
+                self._guarded(self._inbox.get_nowait())
         for duty in self._duties:
             self._guarded(duty.advance)
         return any(duty.is_busy for duty in self._duties)
@@ -81,9 +81,9 @@ class Messenger:
         if self._on_start is not None:
             self._guarded(self._on_start)
         while not self._is_stopping:
-            is_busy = self.turn()
-            self._wake.wait(self._pause_s if is_busy else None)
-            self._wake.clear()
+            pause_s = self._pause_s if self.turn() else None
+            with suppress(Empty):
+                self._guarded(self._inbox.get(timeout=pause_s))
 
     @staticmethod
     def _guarded(action: Callable[[], None]) -> None:
@@ -93,3 +93,7 @@ class Messenger:
             action()
         except Exception:
             logger.exception("event=messenger_error the transfer concerned will run into its deadline")
+
+
+def _nothing() -> None:
+    """Wakes the thread."""
