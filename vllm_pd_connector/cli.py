@@ -18,6 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     keygen = commands.add_parser("keygen", help="make a key file for the control channel")
     keygen.add_argument("file")
     commands.add_parser("demo", help="a prefiller, a decoder and the proxy on this machine, compared with one server")
+    commands.add_parser("topology", help="which RDMA ports and CPU cores each GPU of this machine is given")
     args = parser.parse_args(argv)
     try:
         return _run(args)
@@ -34,6 +35,10 @@ def _run(args: argparse.Namespace) -> int:
 
         write_key(args.file)
         print(f"wrote {args.file}; copy it to every server of the pool and name it as control_key_file")
+    elif args.command == "topology":
+        from vllm_pd_connector.topology.table import describe
+
+        print(describe())
     elif args.command == "demo":
         from vllm_pd_connector.demo.run import demo
 

@@ -41,7 +41,7 @@ class Side:
             rig.scheduler.vllm_config,
             rig.scheduler.kv_cache_config,
             rank=0,
-            open_transport=lambda name: MemoryTransport(fabric, name, polls),
+            open_transport=lambda name, _placement: MemoryTransport(fabric, name, polls),
         )
         self.half.register(self.kv)
         self.sent: list[str] = []
@@ -200,7 +200,7 @@ def test_pages_that_are_not_contiguous_are_refused_at_start(tmp_path: Path) -> N
         rig.scheduler.vllm_config,
         rig.scheduler.kv_cache_config,
         rank=0,
-        open_transport=lambda name: MemoryTransport(MemoryFabric(), name),
+        open_transport=lambda name, _placement: MemoryTransport(MemoryFabric(), name),
     )
     views = caches(0.0)
     views["l0"] = views["l0"].transpose(1, 2)

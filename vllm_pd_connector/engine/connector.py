@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from vllm_pd_connector.topology.placement import Placement
     from vllm_pd_connector.transport.base import Transport
 
 vllm_compat.check_version()
@@ -60,7 +61,7 @@ class PDConnector(KVConnectorBase_V1):
                 vllm_config,
                 kv_cache_config,
                 rank=get_tensor_model_parallel_rank(),
-                open_transport=lambda name: _open_transport(config, name),
+                open_transport=lambda name, placement: _open_transport(config, name, placement),
             )
 
     @property
@@ -189,10 +190,10 @@ class PDConnector(KVConnectorBase_V1):
             half.shutdown()
 
 
-def _open_transport(config: PDConfig, name: str) -> Transport:
+def _open_transport(config: PDConfig, name: str, placement: Placement) -> Transport:
     from vllm_pd_connector.transport.nixl import NixlTransport
 
-    transport: Transport = NixlTransport(name, config.nixl_backend)
+    transport: Transport = NixlTransport(name, config.nixl_backend, [nic.ucx_name for nic in placement.nics])
     if config.faults:
         from vllm_pd_connector.transport.scripted import ScriptedFault, ScriptedTransport
 

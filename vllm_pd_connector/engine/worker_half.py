@@ -19,6 +19,7 @@ from vllm_pd_connector.control.keys import load_key
 from vllm_pd_connector.engine import vllm_compat
 from vllm_pd_connector.engine.layer_signal import LayerSignal, make_signal
 from vllm_pd_connector.engine.messenger import Messenger
+from vllm_pd_connector.engine.rank_placement import pin_this_thread, rank_placement
 from vllm_pd_connector.engine.receiver import Receiver
 from vllm_pd_connector.engine.step import RankHandshake, StepMetadata, WorkerReport
 from vllm_pd_connector.engine.writer import Writer
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from vllm_pd_connector.config import PDConfig
+    from vllm_pd_connector.topology.placement import Placement
     from vllm_pd_connector.transport.base import Transport
 
 logger = getLogger(__name__)
@@ -46,7 +48,7 @@ class WorkerHalf:
     vllm_config: the engine's.
     kv_cache_config: the engine's.
     rank: tensor-parallel rank.
-    open_transport: makes the rank's transport from a unique name.
+    open_transport: makes the rank's transport from a unique name and the place of the rank's GPU.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class WorkerHalf:
         kv_cache_config: KVCacheConfig,
         *,
         rank: int,
-        open_transport: Callable[[str], Transport],
+        open_transport: Callable[[str, Placement], Transport],
     ) -> None:
         self._config = config
         self._vllm_config = vllm_config
@@ -87,7 +89,8 @@ class WorkerHalf:
         self._shape = vllm_compat.cache_shape(self._vllm_config, spec, names, slot_bytes)
         device = next(iter(kv_caches.values())).device
         self._device_type = device.type
-        self._transport = self._open_transport(f"pd-{self._generation}-{self._rank}")
+        placement = rank_placement(device)
+        self._transport = self._open_transport(f"pd-{self._generation}-{self._rank}", placement)
         self._transport.register(self._pages)
         self._writer = Writer(
             self._transport,
@@ -110,7 +113,7 @@ class WorkerHalf:
         self._messenger = Messenger(
             [self._writer, self._receiver],
             self._config.poll_pause_s,
-            on_start=(lambda: torch.cuda.set_device(device)) if device.type == "cuda" else None,
+            on_start=partial(_start_thread, device, placement),
         )
         if self._vllm_config.kv_transfer_config.is_kv_producer:
             self._fences = self._listen()
@@ -233,6 +236,12 @@ class WorkerHalf:
                 lambda: self._writer.fence(transfer_id, answer)
             ),
         )
+
+
+def _start_thread(device: torch.device, placement: Placement) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    pin_this_thread(placement)
 
 
 def _drain(queue: deque[str]) -> set[str]:

@@ -6,6 +6,8 @@ polls, because NIXL sends a write's notification from that poll and nowhere else
 
 import ctypes
 import itertools
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,12 +54,16 @@ class NixlTransport:
     Args:
         name: unique among all agents that ever meet; carries the process generation.
         backend: NIXL backend name.
+        devices: ports for UCX to use, as "mlx5_0:1"; empty: its own choice. The operator's UCX_NET_DEVICES wins.
 
     Raises:
         UnsupportedEngine: NIXL has no such backend or it does not load.
     """
 
-    def __init__(self, name: str, backend: str = "UCX") -> None:
+    def __init__(self, name: str, backend: str = "UCX", devices: Sequence[str] = ()) -> None:
+        if devices:
+            # NIXL's own parameter for this gives only the last name of a list its port.
+            os.environ.setdefault("UCX_NET_DEVICES", ",".join(devices))
         config = nixl_agent_config(
             enable_prog_thread=False, backends=[], sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         )
