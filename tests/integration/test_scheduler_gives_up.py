@@ -1,27 +1,12 @@
 """The decoder gives a transfer up, in a real vLLM scheduler: fences, deadlines, quarantine; every page comes back."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
-from scheduler_rig import BLOCK, PAGES, PROMPT, Rig, give_up, hold, make_rig
+from scheduler_rig import BLOCK, PAGES, PROMPT, MakeRig, Rig, give_up, hold
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from vllm_pd_connector.control.fence_client import MARGIN_S
 from vllm_pd_connector.lifecycle.decode_request import RECLAIM_S, DecodeEvent
-
-MakeRig = Callable[..., Rig]
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> MakeRig:
-    return lambda **extra: make_rig(tmp_path, **extra)
-
-
-@pytest.fixture
-def rig(make: MakeRig) -> Rig:
-    return make()
 
 
 def test_the_pages_of_an_aborted_request_stay_pinned_until_its_senders_are_quiet(rig: Rig) -> None:

@@ -302,8 +302,6 @@ class DecodeSide:
                 self._orders.hand_backs.append(
                     HandBack(transfer_id=held.transfer_id, request_id=held.request_id, failed=failed)
                 )
-            case DecodeCommand.FORGET:
-                pass  # every release forgets, unless a fence keeps the transfer
             case DecodeCommand.COMPLAIN:
                 logger.error("event=invariant_broken law=7 request=%s not handed back by a worker", held.request_id)
 

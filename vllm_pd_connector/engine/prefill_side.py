@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from vllm_pd_connector.telemetry.counters import Tally
     from vllm_pd_connector.telemetry.timeline import Timeline
 
 logger = getLogger(__name__)
@@ -48,7 +49,7 @@ class PrefillSide:
     """Args:
     hello: what this prefiller answers to a greeting.
     block_size: tokens per page.
-    max_tokens: longest prompt the engine takes.
+    tally: counters.
     timeline: moments.
     clock: monotonic seconds.
     """
@@ -57,11 +58,13 @@ class PrefillSide:
         self,
         hello: HelloReply,
         block_size: int,
+        tally: Tally,
         timeline: Timeline,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._hello = hello
         self._block_size = block_size
+        self._tally = tally
         self._timeline = timeline
         self._clock = clock
         self._manager: KVCacheManager | None = None
@@ -83,6 +86,7 @@ class PrefillSide:
             return True
         except ProtocolError as error:
             # No decoder of ours says such things: this is a client, and it gets an error and no answer.
+            self._tally.add("refused_params")
             vllm_compat.fail_request(request, str(error))
             return True
         try:
@@ -189,6 +193,7 @@ class PrefillSide:
 
     def _refuse(self, request: Request, error: PDConnectorError) -> None:
         """Tell a decoder why its reservation is not served, at the price of one token."""
+        self._tally.add("refused_params")
         logger.warning("event=reservation_refused request=%s reason=%s", request.request_id, error)
         hello = self._hello if isinstance(error, _StaleGeneration) else None
         self._answer_early(request, DispatchReply(error=str(error)[:4096], hello=hello))

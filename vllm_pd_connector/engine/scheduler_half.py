@@ -91,7 +91,7 @@ class SchedulerHalf:
                 controls=[ControlEndpoint(endpoint=rank.control, generation=rank.generation) for rank in ranks],
                 data_parallel_rank=vllm_compat.data_parallel_rank(self._engine_id),
             )
-            self._prefill = PrefillSide(hello, self._block_size, self._timeline, self._clock)
+            self._prefill = PrefillSide(hello, self._block_size, self._tally, self._timeline, self._clock)
             self._prefill.bind(self._manager)
         if self._transfer.is_kv_consumer and self._config.prefillers:
             model = vllm_compat.served_name(self._vllm_config)
