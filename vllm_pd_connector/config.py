@@ -59,6 +59,15 @@ class PDConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     retry_s: Annotated[
         Seconds, Meta(description="Seconds between attempts to greet a prefiller that did not answer.")
     ] = 2.0
+    busy_wait_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86_400,
+            description="Seconds a request may wait for room: at prefillers that answer 429 or 503, in all. "
+            "Their Retry-After is kept; 0: never wait.",
+        ),
+    ] = 2.0
     advertise_host: Annotated[
         str,
         Meta(

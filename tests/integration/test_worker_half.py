@@ -82,6 +82,19 @@ class TestPosting:
         cluster.settle()
         assert len(cluster.p.writer.failures) == 1
         assert list(cluster.p.writer.sent) == ["req-a"]
+        standing = cluster.p.writer.standing(A)  # the only way the decoder learns of it
+        assert standing.is_over
+        assert "cannot be reached" in standing.error
+
+    def test_a_transfer_stands_open_until_its_last_write_is_over(self) -> None:
+        cluster = Cluster(polls_per_write=3)
+        cluster.begin()
+        cluster.start_step((A, [1], [5]))[0].finish()
+        cluster.close()
+        cluster.p.turn()
+        assert not cluster.p.writer.standing(A).is_over
+        cluster.settle()
+        assert (cluster.p.writer.standing(A).is_over, cluster.p.writer.standing(A).error) == (True, "")
 
 
 class TestStopping:

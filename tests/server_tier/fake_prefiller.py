@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -21,6 +21,7 @@ class Reply:
 
     status: int
     body: bytes
+    retry_after: str | None = None
 
     @classmethod
     def json(cls, value: Any, status: int = 200) -> Reply:
@@ -39,6 +40,7 @@ class FakePrefiller:
     real: server whose greeting is passed on while `on_hello` is None.
     on_hello: answer to greetings.
     on_dispatch: answer to dispatches.
+    first: answers to the first dispatches, before `on_dispatch`.
     num_hellos: greetings seen.
     num_dispatches: dispatches seen.
     """
@@ -47,13 +49,14 @@ class FakePrefiller:
     real: str
     on_hello: Reply | None = None
     on_dispatch: Reply = Reply(500, b"")
+    first: list[Reply] = field(default_factory=list)
     num_hellos: int = 0
     num_dispatches: int = 0
 
     def answer(self, body: dict[str, Any]) -> Reply:
         if HELLO not in (body.get("kv_transfer_params") or {}):
             self.num_dispatches += 1
-            return self.on_dispatch
+            return self.first.pop(0) if self.first else self.on_dispatch
         self.num_hellos += 1
         return self.on_hello or self.real_hello(body)
 
@@ -80,6 +83,8 @@ def fake_prefiller(port: int, real: str) -> Iterator[FakePrefiller]:
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(reply.body)))
             self.send_header("connection", "close")
+            if reply.retry_after is not None:
+                self.send_header("retry-after", reply.retry_after)
             self.end_headers()
             self.wfile.write(reply.body)
 

@@ -184,7 +184,7 @@ class PrefillSide:
             if rank.pages.num_layers != len(self._hello.shape.layers.split()):
                 raise ProtocolError(f"{rank.pages.num_layers} layers there, another number here")
         if reservation.transfer_id in self._by_transfer:
-            raise ProtocolError("this transfer is already being served")
+            raise _AlreadyServed("this transfer is already being served")
         self._prefills[request.request_id] = _Prefill(
             request, reservation, extent, lease_end=self._clock() + reservation.lease_s
         )
@@ -196,7 +196,8 @@ class PrefillSide:
         self._tally.add("refused_params")
         logger.warning("event=reservation_refused request=%s reason=%s", request.request_id, error)
         hello = self._hello if isinstance(error, _StaleGeneration) else None
-        self._answer_early(request, DispatchReply(error=str(error)[:4096], hello=hello))
+        declined = not isinstance(error, _AlreadyServed)
+        self._answer_early(request, DispatchReply(error=str(error)[:4096], hello=hello, declined=declined))
 
     def _answer_early(self, request: Request, reply: DispatchReply) -> None:
         vllm_compat.shorten_to_one_token(request)
@@ -234,6 +235,10 @@ class PrefillSide:
 
 class _StaleGeneration(ProtocolError):
     """The decoder greeted an earlier process at this address."""
+
+
+class _AlreadyServed(ProtocolError):
+    """The same reservation came twice; the first one is being written for."""
 
 
 def _computed_before(scheduler_output: SchedulerOutput) -> list[tuple[str, int]]:

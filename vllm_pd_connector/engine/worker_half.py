@@ -232,6 +232,9 @@ class WorkerHalf:
             on_fence=lambda transfer_id, answer: self._messenger.submit(
                 lambda: self._writer.fence(transfer_id, answer)
             ),
+            on_inquiry=lambda transfer_id, answer: self._messenger.submit(
+                lambda: answer(self._writer.standing(transfer_id))
+            ),
         )
 
 

@@ -24,7 +24,7 @@ from vllm_pd_connector.telemetry.counters import Tally
 from vllm_pd_connector.telemetry.timeline import Timeline
 from vllm_pd_connector.transport.base import Transport, WriteStatus
 from vllm_pd_connector.wire.codec import encode
-from vllm_pd_connector.wire.messages import FailureNote, WriteNote
+from vllm_pd_connector.wire.messages import FailureNote, Standing, WriteNote
 
 logger = getLogger(__name__)
 
@@ -151,6 +151,12 @@ class Writer:
             return
         self._cancel(outgoing)
         outgoing.waiters.append(when_quiet)
+
+    def standing(self, transfer_id: str) -> Standing:
+        """What a decoder is told that waits for pages although the prompt is finished."""
+        outgoing = self._ledger.get(transfer_id)
+        is_over = outgoing is None or outgoing.state is OutgoingState.QUIET
+        return Standing(transfer_id=transfer_id, is_over=is_over, error=self._ledger.failure(transfer_id)[:4096])
 
     def drain(self, transfer_ids: list[str], when_drained: Callable[[], None]) -> None:
         """Call back once nothing of these transfers is left to post or in flight (preemption)."""
@@ -292,6 +298,7 @@ class Writer:
         """Cancel for a reason the decoder should know at once."""
         logger.warning("event=transfer_failed transfer=%s rank=%d reason=%s", outgoing.transfer_id, self._rank, reason)
         self.failures.append((outgoing.transfer_id, reason))
+        self._ledger.note_failure(outgoing.transfer_id, reason)
         self._cancel(outgoing)
         if outgoing.peer is None:
             return
