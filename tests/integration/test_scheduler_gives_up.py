@@ -147,6 +147,7 @@ def test_on_failure_error_finishes_the_request_with_an_error(make: MakeRig) -> N
     request, transfer = hold(rig)
     rig.dispatcher.report(transfer, DecodeEvent.FAILED, "refused")
     give_up(rig, request, transfer)
+    assert [rig.step().tokens for _ in range(2)] == [{}, {}]
     assert [o.finish_reason for o in rig.outputs] == [FinishReason.ERROR]
     assert before - rig.free_blocks == PAGES
     rig.dispatcher.answer_fence(transfer, is_quiet=True)

@@ -5,6 +5,8 @@ from collections import Counter
 
 COUNTERS: dict[str, str] = {
     "dispatched": "Requests dispatched to a prefiller.",
+    "retried": "Further attempts with another prefiller after one had failed.",
+    "waited": "Requests that found no room and were passed over until there was some or `busy_wait_s` was over.",
     "released": "Requests whose pages all arrived.",
     "prefilled_locally": "Requests for which a prefiller was configured but that were prefilled on the decoder.",
     "failed": "Remote prefills given up, whatever the reason.",
