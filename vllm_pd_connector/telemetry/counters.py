@@ -17,6 +17,8 @@ COUNTERS: dict[str, str] = {
     "writes": "Writes posted.",
     "write_failures": "Writes that failed.",
     "transfers_cancelled": "Transfers stopped on the prefiller before their last page.",
+    "preemption_waits": "Steps that waited for writes of preempted pages.",
+    "preemption_wait_us": "Microseconds these steps waited, in all.",
     "pages_arrived": "Page slices counted on this decoder.",
     "pages_verified": "Pages whose digest matched after arrival.",
     "pages_mismatched": "Pages whose digest did not match: the transfer was failed.",
