@@ -84,7 +84,8 @@ class Cast:
                 "prefiller",
                 port=port,
                 name=f"prefiller-{i}",
-                extra={"timeline_dir": str(folder / "timeline"), **(prefiller or {})},
+                # Each layer is a write of its own, so that a fault can strike between any two.
+                extra={"timeline_dir": str(folder / "timeline"), "min_write_bytes": 1, **(prefiller or {})},
                 **common,
             )
             for i, port in enumerate(ports)

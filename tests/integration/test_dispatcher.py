@@ -22,6 +22,7 @@ from vllm_pd_connector.wire.messages import (
     ControlEndpoint,
     DispatchReply,
     HelloReply,
+    Quiet,
     Reservation,
     Standing,
 )
@@ -44,8 +45,8 @@ class Rank:
         )
         self.server.start()
 
-    def _fence(self, _transfer_id: str, answer: Answer) -> None:
-        answer(0)
+    def _fence(self, transfer_id: str, answer: Answer) -> None:
+        answer(Quiet(transfer_id, 0))
 
     def _inquire(self, _transfer_id: str, answer: Callable[[Standing], None]) -> None:
         self.num_inquiries += 1

@@ -24,12 +24,14 @@ class Handler:
     """Keeps what reached it; answers at once unless it is silent.
 
     Attributes:
+        quiet: what it says to a fence.
         standing: what it says of an inquiry.
     """
 
     def __init__(self) -> None:
         self.fenced: list[str] = []
         self.is_silent = False
+        self.quiet = Quiet(TRANSFER, 17)
         self.standing = Standing(transfer_id=TRANSFER, is_over=True)
 
     def inquire(self, transfer_id: str, answer: Callable[[Standing], None]) -> None:
@@ -39,7 +41,7 @@ class Handler:
     def __call__(self, transfer_id: str, answer: Answer) -> None:
         self.fenced.append(transfer_id)
         if not self.is_silent:
-            answer(17)
+            answer(self.quiet)
 
 
 @pytest.fixture
@@ -102,6 +104,12 @@ def test_a_rank_that_stopped_is_quiet(serve: Open, handler: Handler) -> None:
     assert handler.fenced == [TRANSFER]
 
 
+def test_silence_after_a_failed_write_is_not_quiet_but_nothing_more_is_posted(serve: Open, handler: Handler) -> None:
+    handler.quiet = Quiet(TRANSFER, 5, is_clean=False)
+    outcome = ask(serve().endpoint)
+    assert (outcome.is_quiet, outcome.is_dead) == (False, True)  # law 1: the decoder waits out the quarantine
+
+
 def test_every_rank_has_to_be_quiet(serve: Open, handler: Handler) -> None:
     first, second = serve(), serve()
     assert ask(first.endpoint, second.endpoint).is_quiet
@@ -130,7 +138,7 @@ def test_an_answer_may_come_later_from_another_thread(serve: Open, handler: Hand
     late: list[threading.Thread] = []
 
     def answer_later(transfer_id: str, answer: Answer) -> None:
-        late.append(threading.Thread(target=answer, args=(3,)))
+        late.append(threading.Thread(target=answer, args=(Quiet(transfer_id, 3),)))
         late[-1].start()
 
     server = FenceServer(

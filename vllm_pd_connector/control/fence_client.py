@@ -21,7 +21,7 @@ MARGIN_S = 2 * PROBE_S + 1.0
 
 @dataclass(frozen=True, slots=True)
 class FenceOutcome:
-    """`is_dead`: the process that could still write is gone for certain."""
+    """`is_dead`: nothing more is posted for certain; what is on the wire may still land."""
 
     is_quiet: bool
     is_dead: bool = False
@@ -76,7 +76,9 @@ class FenceClient:
     async def _fence(self, endpoint: str, fence: Fence, timeout_s: float) -> FenceOutcome:
         answer = await self._exchange(endpoint, fence, timeout_s)
         if isinstance(answer, Quiet):
-            return FenceOutcome(is_quiet=True)
+            # It posts nothing more; only what a failed write had on the wire is left, as of a dead process.
+            reason = "" if answer.is_clean else f"{endpoint}: a write failed and may still land"
+            return FenceOutcome(is_quiet=answer.is_clean, is_dead=not answer.is_clean, reason=reason)
         return FenceOutcome(is_quiet=False, is_dead=_is_gone(answer), reason=f"{endpoint}: {answer}")
 
     async def _exchange(self, endpoint: str, question: Fence | Inquiry, timeout_s: float) -> Control | _NoAnswer:

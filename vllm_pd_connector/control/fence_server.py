@@ -18,9 +18,9 @@ from vllm_pd_connector.wire.messages import Control, Fence, Inquiry, Quiet, Refu
 
 logger = getLogger(__name__)
 
-Answer = Callable[[int], None]
+Answer = Callable[[Quiet], None]
 FenceHandler = Callable[[str, Answer], None]
-"""Called with (transfer id, answer); `answer(units)` may be called later, from one other thread only."""
+"""Called with (transfer id, answer); `answer` may be called later, from one other thread only."""
 
 InquiryHandler = Callable[[str, Callable[[Standing], None]], None]
 """The same for an inquiry, from that same thread."""
@@ -134,7 +134,7 @@ class FenceServer:
             return
         transfer_id = message.transfer_id
         if isinstance(message, Fence):
-            self._on_fence(transfer_id, lambda units: self._answer(identity, Quiet(transfer_id, units)))
+            self._on_fence(transfer_id, lambda quiet: self._answer(identity, quiet))
         else:
             self._on_inquiry(transfer_id, lambda standing: self._answer(identity, standing))
 

@@ -24,7 +24,7 @@ from vllm_pd_connector.telemetry.counters import Tally
 from vllm_pd_connector.telemetry.timeline import Timeline
 from vllm_pd_connector.transport.base import Transport, WriteStatus
 from vllm_pd_connector.wire.codec import encode
-from vllm_pd_connector.wire.messages import FailureNote, Standing, WriteNote
+from vllm_pd_connector.wire.messages import FailureNote, Quiet, Standing, WriteNote
 
 logger = getLogger(__name__)
 
@@ -140,14 +140,14 @@ class Writer:
             self._ledger.fence(order.transfer_id)
         else:
             outgoing.event(OutgoingEvent.CLOSE)
-        outgoing.waiters.append(lambda _units: self._retire(outgoing))
+        outgoing.waiters.append(lambda _quiet: self._retire(outgoing))
 
     def fence(self, transfer_id: str, when_quiet: WhenQuiet) -> None:
         """Stop a transfer, or make sure it never starts; `when_quiet` is called once nothing is in flight."""
         self._ledger.fence(transfer_id)
         outgoing = self._ledger.get(transfer_id)
         if outgoing is None:
-            when_quiet(0)
+            when_quiet(Quiet(transfer_id, 0))
             return
         self._cancel(outgoing)
         outgoing.waiters.append(when_quiet)
@@ -200,6 +200,7 @@ class Writer:
                 self._post(outgoing, write, layers)
             except (PeerLost, OutOfRegion) as error:
                 self._ledger.distrust(outgoing.peer)
+                outgoing.is_clean &= isinstance(error, OutOfRegion)  # some of its pages may be on the wire
                 self._give_up(outgoing, str(error))
                 continue
             if not step.num_layers_left:
@@ -252,6 +253,7 @@ class Writer:
         outgoing.num_in_flight -= 1
         if status is not WriteStatus.DONE:
             self._tally.add("write_failures")
+            outgoing.is_clean = False
             self._ledger.distrust(outgoing.peer)
             if outgoing.may_post:
                 self._give_up(outgoing, f"a write of layers {list(posted.layers)} failed")
@@ -275,7 +277,7 @@ class Writer:
             if outgoing.state is OutgoingState.QUIET:
                 waiters, outgoing.waiters = outgoing.waiters, []
                 for waiter in waiters:
-                    waiter(outgoing.units)
+                    waiter(outgoing.silence)
         if self._drains:
             over = [d for d in self._drains if all(self._ledger.is_drained(t) for t in d.transfer_ids)]
             self._drains = [d for d in self._drains if d not in over]

@@ -152,10 +152,16 @@ class Fence(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Quiet(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """A prefiller rank has stopped a transfer and nothing it posted is in flight; `units` slices were written."""
+    """A prefiller rank has stopped a transfer, and every write it posted is over.
+
+    Attributes:
+        units: slices that were written.
+        is_clean: False when a write failed: what it had on the wire may still land, within the transport's retry time.
+    """
 
     transfer_id: Hex32
     units: Count
+    is_clean: bool = True
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=5):
