@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from server_tier.ask import Answer, ask, until
+from server_tier.probe import counts
 from server_tier.stage import FLOAT32
 
 from fault_run.clients import MAX_TOKENS, PROMPTS
@@ -117,7 +118,7 @@ class Cast:
         return self.servers[:-1]
 
     def wait_usable(self, count: int, deadline_s: float = 60.0) -> None:
-        """Wait until the decoder has greeted so many prefillers that it has not lost since."""
+        """Wait until the decoder would use so many prefillers."""
         until(lambda: usable(self.decoder) >= count, deadline_s, f"{count} prefillers greeted")
 
     def put_back(self, dead: Server, *, wait: bool = True) -> None:
@@ -156,8 +157,11 @@ class Cast:
 
 
 def usable(decoder: Server) -> int:
-    """Prefillers that are greeted and not lost since, by the decoder's log."""
-    return decoder.count_log("event=prefiller_greeted") - decoder.count_log("event=prefiller_lost")
+    """Prefillers that are greeted and not lost since."""
+    try:
+        return int(counts(decoder).get("prefillers_usable", 0))
+    except (AssertionError, OSError):
+        return 0  # the decoder itself is not up yet
 
 
 def _processes_of(server: Server) -> set[int]:

@@ -1,5 +1,6 @@
 """The dispatcher against prefillers that only speak HTTP: who is tried, for how long, and what is reported."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -97,10 +98,10 @@ def reply(**fields: Any) -> Reply:
     return Reply.params(msgspec.to_builtins(DispatchReply(**fields)))
 
 
-def send(dispatcher: Dispatcher, fakes: list[FakePrefiller]) -> None:
+def send(dispatcher: Dispatcher, fakes: list[FakePrefiller], transfer_id: str = TRANSFER) -> None:
     reservation = Reservation(
         protocol=PROTOCOL_VERSION,
-        transfer_id=TRANSFER,
+        transfer_id=transfer_id,
         decoder="d",
         decoder_generation="d" * 16,
         prefiller_generation="",
@@ -199,6 +200,26 @@ def test_a_prefiller_that_shuts_down_is_lost_and_the_transfer_fenced(start: Open
     dispatcher.fence(TRANSFER)
     (result,) = [e for e in _events(dispatcher) if isinstance(e, FenceResult)]
     assert result.is_quiet
+
+
+def test_late_news_of_an_old_process_does_not_lose_the_new_one(start: Open, fakes: list[FakePrefiller]) -> None:
+    """Two requests see the same process die, one of them after its successor was greeted."""
+    dispatcher = start()
+    first, second = "0" * 32, "1" * 32
+    early, late = threading.Event(), threading.Event()
+    fakes[0].first = [Reply(0, b"", wait_for=early), Reply(0, b"", wait_for=late)]
+    send(dispatcher, fakes, transfer_id=first)
+    until(lambda: fakes[0].num_dispatches >= 1, 5, "the first is sent")
+    send(dispatcher, fakes, transfer_id=second)
+    until(lambda: fakes[0].num_dispatches >= 2, 5, "the second is sent")
+    early.set()
+    wait(dispatcher)
+    until(lambda: dispatcher.pool()[0].state is PrefillerState.USABLE, 5, "greeted again")
+    hellos = fakes[0].num_hellos
+    late.set()
+    wait(dispatcher)
+    assert dispatcher.pool()[0].state is PrefillerState.USABLE
+    assert fakes[0].num_hellos == hellos
 
 
 def test_a_rank_that_failed_says_so_when_the_pages_are_late(

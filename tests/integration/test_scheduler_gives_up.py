@@ -155,7 +155,7 @@ def test_on_failure_error_finishes_the_request_with_an_error(make: MakeRig) -> N
     assert rig.free_blocks == before
 
 
-@pytest.mark.parametrize(("is_dead", "pinned_s"), [(True, 10.0), (False, 130.0)])
+@pytest.mark.parametrize(("is_dead", "pinned_s"), [(True, 40.0), (False, 160.0)])
 def test_pages_of_an_unreachable_prefiller_wait_out_its_lease_and_the_quarantine(
     rig: Rig, is_dead: bool, pinned_s: float
 ) -> None:
@@ -183,6 +183,6 @@ def test_a_dispatcher_that_never_answers_a_fence_does_not_keep_the_pages(rig: Ri
     rig.clock.advance(5.0 + MARGIN_S + 0.1)
     rig.step()
     assert before - rig.free_blocks == PAGES
-    rig.clock.advance(130.0)
+    rig.clock.advance(160.0)
     rig.run_until_done()
     assert rig.free_blocks == before

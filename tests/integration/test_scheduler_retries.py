@@ -114,7 +114,7 @@ def test_the_quarantine_of_a_second_attempt_counts_its_own_lease(rig: Rig) -> No
     rig.obey(rig.schedule())
     rig.dispatcher.answer_fence(second_id, is_quiet=False)
     rig.step()
-    rig.clock.advance(29.9)  # 20 of the lease and quarantine_s
+    rig.clock.advance(59.9)  # 20 of the lease and quarantine_s
     rig.step()
     assert before - rig.free_blocks == PAGES  # law 1
     rig.clock.advance(0.2)

@@ -22,6 +22,7 @@ class Reply:
     status: int
     body: bytes
     retry_after: str | None = None
+    wait_for: threading.Event | None = None
 
     @classmethod
     def json(cls, value: Any, status: int = 200) -> Reply:
@@ -76,6 +77,8 @@ def fake_prefiller(port: int, real: str) -> Iterator[FakePrefiller]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             reply = fake.answer(body)
+            if reply.wait_for is not None:
+                reply.wait_for.wait(30)
             self.close_connection = True  # nothing of an earlier answer is reused
             if not reply.status:
                 return

@@ -229,21 +229,19 @@ class Dispatcher:
         if prefiller.hello is None:
             return False
         transfer_id = order.reservation.transfer_id
-        sent.hello = prefiller.hello
+        sent.hello = hello = prefiller.hello
         self._timeline.mark(transfer_id, "dispatched", prefiller=prefiller.url)
         prefiller.outstanding += 1
         try:
-            reply = await self._client.complete(
-                prefiller.url, prefiller.hello, order.body, self._reserve(order, prefiller.hello)
-            )
-            self._check(prefiller, reply)
+            reply = await self._client.complete(prefiller.url, hello, order.body, self._reserve(order, hello))
+            self._check(prefiller, hello, reply)
         except NotTaken as error:
             if error.is_absent:
-                self._pool.lose(prefiller, str(error))
+                self._pool.lose(prefiller, hello, str(error))
             raise
         except (PDConnectorError, aiohttp.ClientError, OSError) as error:
             if isinstance(error, ShuttingDown) or not isinstance(error, PDConnectorError):
-                self._pool.lose(prefiller, f"{type(error).__name__}: {error}")
+                self._pool.lose(prefiller, hello, f"{type(error).__name__}: {error}")
             reason = f"{prefiller.url}: {type(error).__name__}: {error}"
             self._report(transfer_id, DecodeEvent.FAILED, reason, prefiller.url)
         else:
@@ -257,13 +255,13 @@ class Dispatcher:
         reservation = msgspec.structs.replace(order.reservation, prefiller_generation=hello.generation)
         return to_params(RESERVATION, reservation)
 
-    def _check(self, prefiller: Prefiller, reply: DispatchReply) -> None:
+    def _check(self, prefiller: Prefiller, hello: HelloReply, reply: DispatchReply) -> None:
         """Raises:
         NotTaken, PeerLost, ProtocolError: the pages will not come.
         """
         if reply.error:
             if reply.hello is not None:
-                self._pool.lose(prefiller, "it is another process now")
+                self._pool.lose(prefiller, hello, "it is another process now")
             if reply.declined:
                 raise NotTaken(reply.error)
             raise PeerLost(reply.error)

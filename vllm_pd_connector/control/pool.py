@@ -85,8 +85,10 @@ class PrefillerPool:
         for prefiller in self._prefillers.values():
             self._greet_later(prefiller)
 
-    def lose(self, prefiller: Prefiller, reason: str) -> None:
-        """Stop using a prefiller until it has been greeted again."""
+    def lose(self, prefiller: Prefiller, hello: HelloReply, reason: str) -> None:
+        """Stop using a prefiller until it has been greeted again, unless it has been since `hello`."""
+        if prefiller.hello is not hello:
+            return  # several requests may have seen the same process die
         prefiller.state, _ = step(PREFILLER_TABLE, prefiller.state, PrefillerEvent.GONE)
         prefiller.hello = None
         logger.warning("event=prefiller_lost prefiller=%s reason=%s", prefiller.url, reason)
