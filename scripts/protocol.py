@@ -32,6 +32,8 @@ MESSAGES = [
     ("NIXL notification, alone", messages.FailureNote),
     ("ZMQ, decoder to prefiller rank", messages.Fence),
     ("ZMQ, prefiller rank to decoder", messages.Quiet),
+    ("ZMQ, decoder to prefiller rank", messages.Inquiry),
+    ("ZMQ, prefiller rank to decoder", messages.Standing),
     ("ZMQ, prefiller rank to decoder", messages.Refused),
 ]
 

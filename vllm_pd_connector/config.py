@@ -41,8 +41,29 @@ class PDConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Meta(description="When a remote prefill fails: prefill on the decoder, or finish the request with an error."),
     ] = "local"
     request_deadline_s: Annotated[
-        Seconds, Meta(description="Seconds from dispatch until a remote prefill is given up (then `on_failure`).")
+        Seconds,
+        Meta(
+            description="Seconds from dispatch until remote prefill is given up, retries included (then `on_failure`)."
+        ),
     ] = 120.0
+    max_attempts: Annotated[
+        int, Meta(ge=1, le=100, description="Prefillers that are tried for a request, each once; 1: never retry.")
+    ] = 2
+    max_held_share: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="Share of this decoder's pages that may be reserved for held requests or fenced. "
+            "Over it a request waits (`busy_wait_s`) or is prefilled locally.",
+        ),
+    ] = 0.5
+    short_prompt_tokens: Annotated[
+        int,
+        Meta(
+            ge=0, description="Tokens. Without room a prompt with at most this many left is prefilled locally at once."
+        ),
+    ] = 512
     settle_s: Annotated[
         Seconds, Meta(description="Seconds the last pages may take after the prefiller has said it is finished.")
     ] = 10.0
@@ -52,12 +73,22 @@ class PDConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     quarantine_s: Annotated[
         Seconds,
         Meta(
-            description="Seconds the pages of an unreachable prefiller stay unused: the transport's longest late write."
+            description="Seconds the pages of an unreachable prefiller stay unused: the transport's latest write. "
+            "40 is above the retries of an RC queue pair; over TCP between hosts use 1000."
         ),
-    ] = 10.0
+    ] = 40.0
     connect_timeout_s: Annotated[Seconds, Meta(description="Seconds to open a connection to a prefiller.")] = 2.0
     retry_s: Annotated[
         Seconds, Meta(description="Seconds between attempts to greet a prefiller that did not answer.")
+    ] = 2.0
+    busy_wait_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86_400,
+            description="Seconds a request may wait for pages (`max_held_share`), and for prefillers that answer 429 "
+            "or 503, whose Retry-After is kept; then it is prefilled locally.",
+        ),
     ] = 2.0
     advertise_host: Annotated[
         str,

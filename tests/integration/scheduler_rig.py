@@ -1,6 +1,7 @@
 """A real vLLM `Scheduler` with our connector and no model: steps are computed by nobody and reported by hand."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,10 @@ class Rig:
 
     def abort(self, request: Request) -> None:
         self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+
+
+MakeRig = Callable[..., Rig]
+"""`make_rig` without its directory and role."""
 
 
 def make_rig(

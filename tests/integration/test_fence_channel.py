@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import zmq
 
-from vllm_pd_connector.control.fence_client import FenceClient, FenceOutcome
+from vllm_pd_connector.control.fence_client import FenceClient, FenceOutcome, TransferOutlook
 from vllm_pd_connector.control.fence_server import Answer, FenceServer
 from vllm_pd_connector.control.keys import ControlKey, load_key, write_key
 from vllm_pd_connector.errors import ConfigError
 from vllm_pd_connector.wire.codec import MAX_CONTROL_BYTES, decode_control, encode
-from vllm_pd_connector.wire.messages import ControlEndpoint, Fence, Quiet, Refused
+from vllm_pd_connector.wire.messages import ControlEndpoint, Fence, Inquiry, Quiet, Refused, Standing
 
 GENERATION, OTHER = "a" * 16, "b" * 16
 TRANSFER = "c" * 32
@@ -21,16 +21,27 @@ Open = Callable[..., FenceServer]
 
 
 class Handler:
-    """Keeps what reached it; answers at once unless it is silent."""
+    """Keeps what reached it; answers at once unless it is silent.
+
+    Attributes:
+        quiet: what it says to a fence.
+        standing: what it says of an inquiry.
+    """
 
     def __init__(self) -> None:
         self.fenced: list[str] = []
         self.is_silent = False
+        self.quiet = Quiet(TRANSFER, 17)
+        self.standing = Standing(transfer_id=TRANSFER, is_over=True)
+
+    def inquire(self, transfer_id: str, answer: Callable[[Standing], None]) -> None:
+        if not self.is_silent:
+            answer(self.standing)
 
     def __call__(self, transfer_id: str, answer: Answer) -> None:
         self.fenced.append(transfer_id)
         if not self.is_silent:
-            answer(17)
+            answer(self.quiet)
 
 
 @pytest.fixture
@@ -43,7 +54,9 @@ def serve(handler: Handler) -> Iterator[Open]:
     servers: list[FenceServer] = []
 
     def open_server(key: ControlKey | None = None, generation: str = GENERATION) -> FenceServer:
-        server = FenceServer("127.0.0.1", 0, generation=generation, key=key, on_fence=handler)
+        server = FenceServer(
+            "127.0.0.1", 0, generation=generation, key=key, on_fence=handler, on_inquiry=handler.inquire
+        )
         servers.append(server)
         server.start()
         return server
@@ -74,16 +87,34 @@ def ask(
     return asyncio.run(run())
 
 
+def inquire(*endpoints: str, generation: str = GENERATION, timeout_s: float = 5.0) -> TransferOutlook:
+    async def run() -> TransferOutlook:
+        client = FenceClient(None)
+        try:
+            controls = [ControlEndpoint(endpoint=e, generation=generation) for e in endpoints]
+            return await client.inquire(controls, TRANSFER, timeout_s)
+        finally:
+            client.close()
+
+    return asyncio.run(run())
+
+
 def test_a_rank_that_stopped_is_quiet(serve: Open, handler: Handler) -> None:
     assert ask(serve().endpoint) == FenceOutcome(is_quiet=True)
     assert handler.fenced == [TRANSFER]
+
+
+def test_silence_after_a_failed_write_is_not_quiet_but_nothing_more_is_posted(serve: Open, handler: Handler) -> None:
+    handler.quiet = Quiet(TRANSFER, 5, is_clean=False)
+    outcome = ask(serve().endpoint)
+    assert (outcome.is_quiet, outcome.is_dead) == (False, True)  # law 1: the decoder waits out the quarantine
 
 
 def test_every_rank_has_to_be_quiet(serve: Open, handler: Handler) -> None:
     first, second = serve(), serve()
     assert ask(first.endpoint, second.endpoint).is_quiet
     assert handler.fenced == [TRANSFER] * 2
-    gone = FenceServer("127.0.0.1", 0, generation=GENERATION, key=None, on_fence=handler)
+    gone = FenceServer("127.0.0.1", 0, generation=GENERATION, key=None, on_fence=handler, on_inquiry=handler.inquire)
     gone.start()
     gone.close()
     outcome = ask(first.endpoint, gone.endpoint, timeout_s=0.5)
@@ -107,16 +138,41 @@ def test_an_answer_may_come_later_from_another_thread(serve: Open, handler: Hand
     late: list[threading.Thread] = []
 
     def answer_later(transfer_id: str, answer: Answer) -> None:
-        late.append(threading.Thread(target=answer, args=(3,)))
+        late.append(threading.Thread(target=answer, args=(Quiet(transfer_id, 3),)))
         late[-1].start()
 
-    server = FenceServer("127.0.0.1", 0, generation=GENERATION, key=None, on_fence=answer_later)
+    server = FenceServer(
+        "127.0.0.1", 0, generation=GENERATION, key=None, on_fence=answer_later, on_inquiry=handler.inquire
+    )
     server.start()
     try:
         assert ask(server.endpoint).is_quiet
     finally:
         late[0].join()
         server.close()
+
+
+@pytest.mark.parametrize(("is_over", "error"), [(True, ""), (False, ""), (True, "decoder rank 0 cannot be reached")])
+def test_a_rank_says_how_a_transfer_stands_and_does_not_stop_it(
+    serve: Open, handler: Handler, is_over: bool, error: str
+) -> None:
+    handler.standing = Standing(transfer_id=TRANSFER, is_over=is_over, error=error)
+    assert inquire(serve().endpoint) == TransferOutlook(is_over=is_over, error=error)
+    assert handler.fenced == []
+
+
+def test_pages_of_a_rank_that_is_gone_are_not_expected_any_more(serve: Open, handler: Handler) -> None:
+    assert "gone" in inquire(serve(generation=OTHER).endpoint).error
+    first = serve()
+    gone = FenceServer("127.0.0.1", 0, generation=GENERATION, key=None, on_fence=handler, on_inquiry=handler.inquire)
+    gone.start()
+    gone.close()
+    assert "gone" in inquire(first.endpoint, gone.endpoint).error
+
+
+def test_a_rank_that_says_nothing_is_given_the_benefit_of_the_doubt(serve: Open, handler: Handler) -> None:
+    handler.is_silent = True
+    assert inquire(serve().endpoint, timeout_s=0.2) == TransferOutlook(is_over=False)
 
 
 def exchange(endpoint: str, frames: list[bytes], *, wait_s: float) -> list[bytes] | None:
@@ -139,6 +195,8 @@ GARBAGE = {
     "an unknown tag": [b"\x92\x63\x00"],
     "an answer, not a request": [encode(Quiet(transfer_id=TRANSFER, units=1))],
     "two frames": [encode(Fence(TRANSFER, GENERATION)), b"more"],
+    "an answer to an inquiry": [encode(Standing(transfer_id=TRANSFER, is_over=True))],
+    "an inquiry about nothing": [encode(Inquiry(TRANSFER, GENERATION))[:-3]],
     "a transfer id that is none": [b"\x93\x03\xa3abc\xa3abc"],
     "deep nesting": [b"\x91" * 4000],
 }
@@ -201,7 +259,7 @@ def test_an_address_that_cannot_be_bound_is_a_config_error(serve: Open, handler:
     taken = int(serve().endpoint.rsplit(":", 1)[1])
     for host, port in (("127.0.0.1", taken), ("192.0.2.1", 0)):
         with pytest.raises(ConfigError, match="advertise_host"):
-            FenceServer(host, port, generation=GENERATION, key=None, on_fence=handler)
+            FenceServer(host, port, generation=GENERATION, key=None, on_fence=handler, on_inquiry=handler.inquire)
 
 
 @pytest.mark.parametrize(

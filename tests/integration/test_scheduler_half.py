@@ -1,29 +1,15 @@
 """The decoder's scheduler half inside a real vLLM scheduler: hold, release, give up, fence; every page comes back."""
 
 import inspect
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from scheduler_rig import BLOCK, PAGES, PREFILLER, PROMPT, Rig, hold, make_rig
+from scheduler_rig import BLOCK, PAGES, PREFILLER, PROMPT, MakeRig, Rig, hold
 from vllm.v1.engine import FinishReason
 
 from vllm_pd_connector.control.dispatcher import Dispatcher
 from vllm_pd_connector.lifecycle.prefiller import PrefillerState
 from vllm_pd_connector.testing.fake_dispatcher import FakeDispatcher
-
-MakeRig = Callable[..., Rig]
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> MakeRig:
-    return lambda **extra: make_rig(tmp_path, **extra)
-
-
-@pytest.fixture
-def rig(make: MakeRig) -> Rig:
-    return make()
 
 
 def test_the_fake_dispatcher_has_the_real_ones_methods() -> None:

@@ -1,12 +1,10 @@
 """The prefiller's scheduler half inside a real vLLM scheduler: what each step sends, what is refused, what is kept."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from scheduler_rig import BLOCK, Rig, Step, handshake, make_rig
+from scheduler_rig import BLOCK, MakeRig, Rig, Step, handshake
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request, RequestStatus
 
@@ -14,20 +12,14 @@ from vllm_pd_connector.wire.messages import DecoderRank, DispatchReply, Hello, H
 from vllm_pd_connector.wire.transfer_params import HELLO, RESERVATION, parse_reply, to_params
 from vllm_pd_connector.wire.version import PROTOCOL_VERSION
 
-MakeRig = Callable[..., Rig]
 PROMPT = 6 * BLOCK + 4
 PAGES = 7
 TRANSFER = "0123456789abcdef" * 2
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> MakeRig:
-    return lambda **extra: make_rig(tmp_path, role="kv_producer", **extra)
-
-
-@pytest.fixture
-def rig(make: MakeRig) -> Rig:
-    return make()
+def role() -> str:
+    return "kv_producer"
 
 
 def reply_of(rig: Rig, request: Request) -> DispatchReply:
@@ -235,6 +227,7 @@ def test_a_reservation_that_does_not_fit_costs_one_token_and_says_why(rig: Rig, 
     assert (reply.hello is not None) == ("prefiller_generation" in changes)
     rig.run_until_done()
     assert rig.free_blocks == before
+    assert rig.counters["refused_params"] == 1
 
 
 def test_a_transfer_that_is_being_served_is_refused_a_second_time(rig: Rig) -> None:
@@ -260,6 +253,7 @@ def test_malformed_messages_hurt_nobody_else(rig: Rig, params: dict[str, Any]) -
     assert bad.is_finished()
     assert good.status is RequestStatus.FINISHED_LENGTH_CAPPED  # law 12
     assert rig.free_blocks == before
+    assert rig.counters["refused_params"] == 1
 
 
 def test_ordinary_requests_are_served_as_by_any_server(rig: Rig) -> None:

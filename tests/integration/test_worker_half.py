@@ -6,6 +6,7 @@ from worker_rig import LEASE_S, NUM_LAYERS, A, B, Cluster
 from vllm_pd_connector.engine.ledger import PATIENCE_S
 from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.transport.scripted import ScriptedFault, ScriptedTransport
+from vllm_pd_connector.wire.messages import Quiet
 
 
 class TestPosting:
@@ -82,14 +83,27 @@ class TestPosting:
         cluster.settle()
         assert len(cluster.p.writer.failures) == 1
         assert list(cluster.p.writer.sent) == ["req-a"]
+        standing = cluster.p.writer.standing(A)  # the only way the decoder learns of it
+        assert standing.is_over
+        assert "cannot be reached" in standing.error
+
+    def test_a_transfer_stands_open_until_its_last_write_is_over(self) -> None:
+        cluster = Cluster(polls_per_write=3)
+        cluster.begin()
+        cluster.start_step((A, [1], [5]))[0].finish()
+        cluster.close()
+        cluster.p.turn()
+        assert not cluster.p.writer.standing(A).is_over
+        cluster.settle()
+        assert (cluster.p.writer.standing(A).is_over, cluster.p.writer.standing(A).error) == (True, "")
 
 
 class TestStopping:
     def test_a_fence_before_the_transfer_begins_is_quiet_at_once_and_refuses_it(self) -> None:
         cluster = Cluster()
-        quiet: list[int] = []
+        quiet: list[Quiet] = []
         cluster.p.writer.fence(A, quiet.append)
-        assert quiet == [0]
+        assert quiet == [Quiet(A, 0)]
         cluster.begin()
         cluster.start_step((A, [1], [5]))[0].finish()
         cluster.close()
@@ -103,17 +117,17 @@ class TestStopping:
         (signal,) = cluster.start_step((A, [1, 2], [5, 6]))
         signal.bump(0)
         cluster.p.turn()
-        quiet: list[int] = []
+        quiet: list[Quiet] = []
         cluster.p.writer.fence(A, quiet.append)
         signal.finish()
         while not quiet:
             assert not cluster.has_landed(0, 1, 5)  # still in flight: law 2
             cluster.p.turn()
         assert cluster.has_landed(0, 1, 5)
-        assert quiet == [2]
+        assert quiet == [Quiet(A, 2)]
         cluster.settle()
         assert not cluster.has_landed(1, 1, 5)
-        assert quiet == [2]
+        assert quiet == [Quiet(A, 2)]
 
     def test_every_fence_is_answered_once(self) -> None:
         cluster = Cluster(polls_per_write=2)
@@ -158,13 +172,26 @@ class TestStopping:
         cluster.begin()
         cluster.start_step((A, [1], [5]))[0].finish()
         cluster.settle()
-        quiet: list[int] = []
+        quiet: list[Quiet] = []
         cluster.p.writer.fence(A, quiet.append)
         cluster.settle()
         assert quiet == []
         cluster.clock.advance(PATIENCE_S + 0.1)
         cluster.settle()
-        assert quiet == [0]
+        assert quiet == [Quiet(A, 0, is_clean=False)]
+
+    def test_silence_after_a_failed_write_is_not_clean(self) -> None:
+        """What it had on the wire may still land, so the decoder must not reuse the pages at once (law 1)."""
+        cluster = Cluster(faults=[ScriptedFault("fail", 1)])
+        cluster.begin()
+        cluster.start_step((A, [1], [5]))[0].bump(0)
+        cluster.settle()
+        cluster.start_step((A, [2], [6]))[0].finish()
+        cluster.settle()
+        quiet: list[Quiet] = []
+        cluster.p.writer.fence(A, quiet.append)
+        cluster.settle()
+        assert quiet == [Quiet(A, 1, is_clean=False)]
 
     def test_a_write_whose_handle_cannot_be_released_keeps_the_pages(self) -> None:
         stubborn: list[Stubborn] = []

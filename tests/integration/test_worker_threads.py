@@ -12,6 +12,7 @@ from scheduler_rig import BLOCK, LAYERS, make_rig
 
 from vllm_pd_connector.config import PDConfig
 from vllm_pd_connector.control.fence_client import FenceClient, FenceOutcome
+from vllm_pd_connector.engine import worker_half
 from vllm_pd_connector.engine.step import BeginTransfer, CloseTransfer, ExpectTransfer, StepMetadata
 from vllm_pd_connector.engine.worker_half import WorkerHalf
 from vllm_pd_connector.errors import UnsupportedEngine
@@ -161,6 +162,33 @@ def test_a_preemption_returns_when_the_pages_are_read_no_more(sides: tuple[Side,
     prefiller.half.handle_preemptions([TRANSFER])
     assert bool((decoder.kv["l0"][4:6] == 3.5).all())  # law 2
     assert bool((decoder.kv["l1"][4:6] == 3.5).all())
+    stats = prefiller.half.take_stats()
+    assert stats is not None
+    assert stats["counters"]["preemption_waits"] == 1
+    assert stats["counters"]["preemption_wait_us"] > 0
+
+
+def test_the_wait_for_preempted_pages_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_half, "PREEMPTION_WAIT_S", 0.05)
+    fabric = MemoryFabric()
+    prefiller = Side(tmp_path, "kv_producer", fabric, 3.5, polls=10**9)
+    decoder = Side(tmp_path, "kv_consumer", fabric, 0.0)
+    try:
+        begin(prefiller, decoder, WRITE)
+        prefiller.half.end_step()
+        prefiller.half.handle_preemptions([TRANSFER])  # law 8: it returns, and the transfer fails instead
+        reports: list[str] = []
+
+        def is_failed() -> bool:
+            report = prefiller.half.take_report()
+            reports.extend(report.failures.values() if report else ())
+            return bool(reports)
+
+        until(is_failed, "the transfer has not failed")
+        assert "preempted" in reports[0]
+    finally:
+        prefiller.half.shutdown()
+        decoder.half.shutdown()
 
 
 def test_a_fence_over_the_socket_stops_a_transfer_that_has_not_begun(sides: tuple[Side, Side]) -> None:

@@ -22,10 +22,12 @@ from vllm_pd_connector.wire.messages import (
     Fence,
     Hello,
     HelloReply,
+    Inquiry,
     Note,
     Quiet,
     Refused,
     Reservation,
+    Standing,
     WriteNote,
 )
 from vllm_pd_connector.wire.transfer_params import (
@@ -63,6 +65,8 @@ notes: st.SearchStrategy[Note] = st.one_of(
 controls: st.SearchStrategy[Control] = st.one_of(
     st.builds(Fence, transfer_id=hex32, generation=hex16),
     st.builds(Quiet, transfer_id=hex32, units=counts),
+    st.builds(Inquiry, transfer_id=hex32, generation=hex16),
+    st.builds(Standing, transfer_id=hex32, is_over=st.booleans(), error=texts),
     st.builds(Refused, reason=texts, transfer_id=st.one_of(st.just(""), hex32)),
 )
 tables = st.builds(
@@ -142,7 +146,7 @@ def decode_any(frame: bytes) -> None:
             message = decode(frame)
         except ProtocolError:
             continue
-        assert isinstance(message, WriteNote | FailureNote | Fence | Quiet | Refused)
+        assert isinstance(message, WriteNote | FailureNote | Fence | Quiet | Refused | Inquiry | Standing)
 
 
 @given(st.binary(max_size=200))

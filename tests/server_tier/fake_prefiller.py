@@ -22,6 +22,8 @@ class Reply:
 
     status: int
     body: bytes
+    retry_after: str | None = None
+    wait_for: threading.Event | None = None
 
     @classmethod
     def json(cls, value: Any, status: int = 200) -> Reply:
@@ -40,6 +42,7 @@ class FakePrefiller:
     real: server whose greeting is passed on while `on_hello` is None.
     on_hello: answer to greetings.
     on_dispatch: answer to dispatches.
+    first: answers to the first dispatches, before `on_dispatch`.
     num_hellos: greetings seen.
     num_dispatches: dispatches seen.
     last_dispatch: body of the newest.
@@ -49,6 +52,7 @@ class FakePrefiller:
     real: str
     on_hello: Reply | None = None
     on_dispatch: Reply = Reply(500, b"")
+    first: list[Reply] = field(default_factory=list)
     num_hellos: int = 0
     num_dispatches: int = 0
     last_dispatch: dict[str, Any] = field(default_factory=dict)
@@ -57,7 +61,7 @@ class FakePrefiller:
         if HELLO not in (body.get("kv_transfer_params") or {}):
             self.num_dispatches += 1
             self.last_dispatch = body
-            return self.on_dispatch
+            return self.first.pop(0) if self.first else self.on_dispatch
         self.num_hellos += 1
         return self.on_hello or self.real_hello(body)
 
@@ -77,6 +81,8 @@ def fake_prefiller(port: int, real: str) -> Iterator[FakePrefiller]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             reply = fake.answer(body)
+            if reply.wait_for is not None:
+                reply.wait_for.wait(30)
             self.close_connection = True  # nothing of an earlier answer is reused
             if not reply.status:
                 return
@@ -84,6 +90,8 @@ def fake_prefiller(port: int, real: str) -> Iterator[FakePrefiller]:
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(reply.body)))
             self.send_header("connection", "close")
+            if reply.retry_after is not None:
+                self.send_header("retry-after", reply.retry_after)
             self.end_headers()
             self.wfile.write(reply.body)
 

@@ -18,6 +18,8 @@ from vllm.v1.request import Request
 from vllm_pd_connector.lifecycle.decode_request import DecodeEvent
 
 STEPS = 120
+BLOCKS = 48
+POOL = ["http://prefiller:8100", "http://other:8100"]
 
 
 class World:
@@ -92,11 +94,14 @@ class World:
         for fenced in half._fenced.values():
             for block in fenced.blocks:
                 assert manager.block_pool.blocks[block].ref_cnt > 0, f"block {block} is free while fenced"
+        assert half.gauges()["held_pages"] <= (BLOCKS - 1) // 2, "more is held than max_held_share allows"
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_every_request_ends_once_and_every_page_comes_back(tmp_path: Path, seed: int) -> None:
-    rig = make_rig(tmp_path, num_blocks=48, on_failure=random.Random(seed).choice(["local", "error"]))
+    rig = make_rig(
+        tmp_path, num_blocks=BLOCKS, prefillers=POOL, on_failure=random.Random(seed).choice(["local", "error"])
+    )
     before = rig.free_blocks
     world = World(rig, seed)
     for _ in range(STEPS):
@@ -117,4 +122,4 @@ def test_every_request_ends_once_and_every_page_comes_back(tmp_path: Path, seed:
     assert len(world.requests) > 15
     half = rig.half._decode
     assert half is not None
-    assert half.gauges() == {"held_requests": 0, "held_pages": 0, "fenced_pages": 0, "prefillers_usable": 1}
+    assert half.gauges() == {"held_requests": 0, "held_pages": 0, "fenced_pages": 0, "prefillers_usable": len(POOL)}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import stat
 import threading
 from pathlib import Path
@@ -159,6 +160,17 @@ class TestTally:
         assert taken + tally.take().get("writes", 0) == 8_000
 
 
+class _Short:
+    """A file on a disk with room for one byte."""
+
+    closed = False
+    written = 0
+
+    def write(self, _line: bytes) -> int:
+        self.written += 1
+        return 1
+
+
 class TestTimeline:
     def test_one_json_line_for_each_moment(self, tmp_path: Path) -> None:
         timeline = open_timeline(str(tmp_path / "new"), "worker-0")
@@ -173,6 +185,28 @@ class TestTimeline:
         assert lines[0]["pages"] == 3
         assert lines[0]["role"] == "worker-0"
         assert lines[1]["at_ns"] == 17
+
+    def test_a_full_disk_costs_moments_and_is_said_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        (tmp_path / f"worker-0-{os.getpid()}.jsonl").symlink_to("/dev/full")
+        timeline = open_timeline(str(tmp_path), "worker-0")
+        with caplog.at_level("WARNING", logger="vllm_pd_connector"):
+            for _ in range(3):
+                timeline.mark("t1", "reserved")
+        timeline.close()
+        assert caplog.text.count("event=timeline_lost") == 1
+
+    def test_a_torn_line_does_not_spoil_the_next(self, tmp_path: Path) -> None:
+        timeline = open_timeline(str(tmp_path), "worker-0")
+        assert isinstance(timeline, FileTimeline)
+        whole, timeline._file = timeline._file, _Short()  # type: ignore[assignment]
+        timeline.mark("t1", "torn")
+        torn, timeline._file = timeline._file, whole
+        timeline.mark("t1", "whole")
+        timeline.close()
+        (file,) = tmp_path.iterdir()
+        assert torn.written == 1  # type: ignore[attr-defined]
+        assert [json.loads(line)["moment"] for line in file.read_text().split("\n") if line] == ["whole"]
+        assert file.read_text().startswith("\n")
 
     def test_without_a_directory_nothing_is_recorded(self) -> None:
         assert isinstance(open_timeline(None, "x"), NoTimeline)

@@ -6,8 +6,8 @@ Nothing here blocks the engine: calls are posted to the loop, and what happened 
 """
 
 import asyncio
+import random
 import threading
-import time
 from collections import deque
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -20,26 +20,21 @@ import msgspec
 from vllm_pd_connector.config import PDConfig
 from vllm_pd_connector.control.fence_client import FenceClient
 from vllm_pd_connector.control.keys import ControlKey
-from vllm_pd_connector.control.prefiller_client import NotTaken, PrefillerClient
-from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError, PeerLost, ProtocolError
+from vllm_pd_connector.control.pool import Prefiller, PrefillerPool
+from vllm_pd_connector.control.prefiller_client import NotTaken, PrefillerClient, ShuttingDown
+from vllm_pd_connector.errors import PDConnectorError, PeerLost, ProtocolError
+from vllm_pd_connector.lifecycle.backoff import pause_s
 from vllm_pd_connector.lifecycle.decode_request import DecodeEvent
-from vllm_pd_connector.lifecycle.prefiller import (
-    PREFILLER_TABLE,
-    Candidate,
-    PrefillerEvent,
-    PrefillerState,
-)
-from vllm_pd_connector.lifecycle.table import step
+from vllm_pd_connector.lifecycle.prefiller import Candidate
 from vllm_pd_connector.telemetry.timeline import Timeline
-from vllm_pd_connector.wire.compatibility import CacheShape, differences
-from vllm_pd_connector.wire.messages import DispatchReply, Hello, HelloReply, Reservation
-from vllm_pd_connector.wire.transfer_params import HELLO, RESERVATION, to_params
-from vllm_pd_connector.wire.version import PROTOCOL_VERSION
+from vllm_pd_connector.wire.compatibility import CacheShape
+from vllm_pd_connector.wire.messages import DispatchReply, HelloReply, Reservation
+from vllm_pd_connector.wire.transfer_params import RESERVATION, to_params
 
 logger = getLogger(__name__)
 
-MISFIT_PAUSES = 15
-"""A prefiller that does not fit is greeted again after this many ordinary pauses."""
+WATCH_PAUSE_S = 0.25
+"""Seconds from a prefiller's answer until its ranks are asked about pages still missing; doubled each time."""
 
 STOP_TIMEOUT_S = 2.0
 
@@ -61,11 +56,12 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchOutcome:
-    """What became of a dispatch: ANSWERED, FAILED or NEVER_SENT."""
+    """What became of a dispatch: ANSWERED, FAILED or NEVER_SENT. `url`: the prefiller concerned, if there is one."""
 
     transfer_id: str
     event: DecodeEvent
     reason: str = ""
+    url: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,18 +72,6 @@ class FenceResult:
     is_quiet: bool
     is_dead: bool
     reason: str
-
-
-@dataclass(slots=True)
-class _Prefiller:
-    """owned by: the event loop; `state` and `outstanding` are read by the engine thread."""
-
-    url: str
-    state: PrefillerState = PrefillerState.UNKNOWN
-    hello: HelloReply | None = None
-    outstanding: int = 0
-    complaint: str = ""
-    greeting: asyncio.Task[None] | None = None
 
 
 @dataclass(slots=True)
@@ -125,13 +109,10 @@ class Dispatcher:
         timeline: Timeline,
     ) -> None:
         self._config = config
-        self._engine_id = engine_id
-        self._model = model
-        self._shape = shape
         self._key = key
         self._timeline = timeline
         self._client = PrefillerClient(config)
-        self._prefillers = {url: _Prefiller(url) for url in config.prefillers}
+        self._pool = PrefillerPool(config, self._client, self._spawn, engine_id=engine_id, model=model, shape=shape)
         self._sent: dict[str, _Sent] = {}
         self._events: deque[DispatchOutcome | FenceResult] = deque()
         self._loop = asyncio.new_event_loop()
@@ -151,7 +132,7 @@ class Dispatcher:
 
     def pool(self) -> list[Candidate]:
         """Every configured prefiller as it stands."""
-        return [Candidate(p.url, p.state, p.outstanding) for p in self._prefillers.values()]
+        return self._pool.candidates()
 
     def take_events(self) -> list[DispatchOutcome | FenceResult]:
         """What happened since the last call, in order."""
@@ -161,7 +142,10 @@ class Dispatcher:
         return events
 
     def dispatch(self, order: Dispatch) -> None:
-        """Send a held request; exactly one `DispatchOutcome` follows unless it is cancelled."""
+        """Send a held request; one `DispatchOutcome` follows unless it is cancelled.
+
+        After ANSWERED a FAILED may follow, when pages are late and a rank says that they will not come.
+        """
         self._loop.call_soon_threadsafe(self._begin, order)
 
     def cancel(self, transfer_id: str) -> None:
@@ -188,8 +172,7 @@ class Dispatcher:
     async def _open(self) -> None:
         self._client.open()
         self._fences = FenceClient(self._key)
-        for prefiller in self._prefillers.values():
-            self._greet_later(prefiller, 0.0)
+        self._pool.greet_all()
 
     async def _shut(self) -> None:
         await self._client.close()
@@ -212,53 +195,97 @@ class Dispatcher:
             sent.task.cancel()
 
     async def _send(self, order: Dispatch, sent: _Sent) -> None:
-        """Try the prefillers in order until one takes the request."""
+        """Try the prefillers in order until one takes the request; ask busy ones again for `busy_wait_s`."""
         transfer_id = order.reservation.transfer_id
-        reason = "no prefiller is usable"
-        for url in order.urls:
-            prefiller = self._prefillers[url]
-            if prefiller.hello is None:
-                continue
-            sent.hello = prefiller.hello
-            self._timeline.mark(transfer_id, "dispatched", prefiller=url)
-            prefiller.outstanding += 1
-            try:
-                reply = await self._client.complete(
-                    url, prefiller.hello, order.body, self._reserve(order, prefiller.hello)
-                )
-                self._check(prefiller, reply)
-                self._report(transfer_id, DecodeEvent.ANSWERED)
-                return
-            except NotTaken as error:
-                if error.is_absent:
-                    self._lose(prefiller, str(error))
-                sent.hello = None
-                reason = str(error)
-                logger.warning("event=dispatch_not_taken transfer=%s prefiller=%s reason=%s", transfer_id, url, error)
-            except (PDConnectorError, aiohttp.ClientError, OSError) as error:
-                if not isinstance(error, PDConnectorError):
-                    self._lose(prefiller, f"{type(error).__name__}: {error}")
-                self._report(transfer_id, DecodeEvent.FAILED, f"{url}: {type(error).__name__}: {error}")
-                return
-            finally:
-                prefiller.outstanding -= 1
+        give_up_at = self._loop.time() + self._config.busy_wait_s
+        urls, attempt, reason = order.urls, 0, "no prefiller is usable"
+        while urls:
+            pauses: dict[str, float] = {}
+            for url in urls:
+                try:
+                    if await self._try(order, sent, self._pool[url]):
+                        return
+                except NotTaken as error:
+                    sent.hello = None
+                    reason = f"{url}: {error}"
+                    logger.warning(
+                        "event=dispatch_not_taken transfer=%s prefiller=%s reason=%s", transfer_id, url, error
+                    )
+                    if error.is_busy:
+                        pauses[url] = pause_s(attempt, retry_after_s=error.retry_after_s, dice=random.random())
+            now = self._loop.time()
+            urls = [url for url in urls if url in pauses and now + pauses[url] <= give_up_at]
+            if urls:
+                await asyncio.sleep(min(pauses[url] for url in urls))
+                attempt += 1
         self._report(transfer_id, DecodeEvent.NEVER_SENT, reason)
+
+    async def _try(self, order: Dispatch, sent: _Sent, prefiller: Prefiller) -> bool:
+        """Send to one prefiller and report what became of it; False when it is not usable now.
+
+        Raises:
+            NotTaken: it certainly did not take the request.
+        """
+        if prefiller.hello is None:
+            return False
+        transfer_id = order.reservation.transfer_id
+        sent.hello = hello = prefiller.hello
+        self._timeline.mark(transfer_id, "dispatched", prefiller=prefiller.url)
+        prefiller.outstanding += 1
+        try:
+            reply = await self._client.complete(prefiller.url, hello, order.body, self._reserve(order, hello))
+            self._check(prefiller, hello, reply)
+        except NotTaken as error:
+            if error.is_absent:
+                self._pool.lose(prefiller, hello, str(error))
+            raise
+        except (PDConnectorError, aiohttp.ClientError, OSError) as error:
+            if isinstance(error, ShuttingDown) or not isinstance(error, PDConnectorError):
+                self._pool.lose(prefiller, hello, f"{type(error).__name__}: {error}")
+            reason = f"{prefiller.url}: {type(error).__name__}: {error}"
+            self._report(transfer_id, DecodeEvent.FAILED, reason, prefiller.url)
+        else:
+            self._report(transfer_id, DecodeEvent.ANSWERED, url=prefiller.url)
+            self._spawn(self._watch(transfer_id, prefiller.url))
+        finally:
+            prefiller.outstanding -= 1
+        return True
 
     def _reserve(self, order: Dispatch, hello: HelloReply) -> dict[str, Any]:
         reservation = msgspec.structs.replace(order.reservation, prefiller_generation=hello.generation)
         return to_params(RESERVATION, reservation)
 
-    def _check(self, prefiller: _Prefiller, reply: DispatchReply) -> None:
+    def _check(self, prefiller: Prefiller, hello: HelloReply, reply: DispatchReply) -> None:
+        """Raises:
+        NotTaken, PeerLost, ProtocolError: the pages will not come.
+        """
         if reply.error:
             if reply.hello is not None:
-                self._lose(prefiller, "it is another process now")
+                self._pool.lose(prefiller, hello, "it is another process now")
+            if reply.declined:
+                raise NotTaken(reply.error)
             raise PeerLost(reply.error)
         if not reply.pages:
             raise ProtocolError(f"{prefiller.url} finished without having written a page")
 
-    def _report(self, transfer_id: str, event: DecodeEvent, reason: str = "") -> None:
+    async def _watch(self, transfer_id: str, url: str) -> None:
+        """Pages that are late after the answer: a rank that failed may have had no other way to say so."""
+        pause = WATCH_PAUSE_S
+        while True:
+            await asyncio.sleep(pause)
+            sent = self._sent.get(transfer_id)
+            if sent is None or sent.hello is None or self._fences is None:
+                return
+            outlook = await self._fences.inquire(sent.hello.controls, transfer_id, self._config.fence_s)
+            if outlook.error and transfer_id in self._sent:
+                self._report(transfer_id, DecodeEvent.FAILED, f"{url}: {outlook.error}", url)
+            if outlook.is_over:
+                return
+            pause *= 2
+
+    def _report(self, transfer_id: str, event: DecodeEvent, reason: str = "", url: str = "") -> None:
         self._timeline.mark(transfer_id, event.name.lower())
-        self._events.append(DispatchOutcome(transfer_id=transfer_id, event=event, reason=reason))
+        self._events.append(DispatchOutcome(transfer_id=transfer_id, event=event, reason=reason, url=url))
 
     async def _ask_quiet(self, transfer_id: str) -> None:
         sent = self._sent.pop(transfer_id, None)
@@ -271,60 +298,3 @@ class Dispatcher:
                 transfer_id=transfer_id, is_quiet=outcome.is_quiet, is_dead=outcome.is_dead, reason=outcome.reason
             )
         )
-
-    def _lose(self, prefiller: _Prefiller, reason: str) -> None:
-        """Stop using a prefiller until it has been greeted again."""
-        prefiller.state, _ = step(PREFILLER_TABLE, prefiller.state, PrefillerEvent.GONE)
-        prefiller.hello = None
-        logger.warning("event=prefiller_lost prefiller=%s reason=%s", prefiller.url, reason)
-        self._greet_later(prefiller, 0.0)
-
-    def _greet_later(self, prefiller: _Prefiller, delay_s: float) -> None:
-        if prefiller.greeting is None or prefiller.greeting.done():
-            prefiller.greeting = self._spawn(self._greet(prefiller, delay_s))
-
-    async def _greet(self, prefiller: _Prefiller, delay_s: float) -> None:
-        """Greet until the prefiller is usable."""
-        body = {"model": self._model, "prompt": [0], "max_tokens": 1, "temperature": 0.0}
-        params = to_params(HELLO, Hello(protocol=PROTOCOL_VERSION, decoder=self._engine_id))
-        while True:
-            await asyncio.sleep(delay_s)
-            delay_s = self._config.retry_s
-            started = time.monotonic()
-            try:
-                reply = await asyncio.wait_for(
-                    self._client.complete(prefiller.url, None, body, params), self._config.fence_s
-                )
-                if reply.hello is None:
-                    raise ProtocolError(reply.error or "the prefiller did not return the greeting")
-                if differing := differences(self._shape, reply.hello.shape):
-                    raise IncompatiblePeer(prefiller.url, differing)
-            except IncompatiblePeer as error:
-                prefiller.state, _ = step(PREFILLER_TABLE, prefiller.state, PrefillerEvent.MISFIT)
-                self._complain(prefiller, f"event=prefiller_misfit {error}", serious=True)
-                delay_s *= MISFIT_PAUSES
-                continue
-            except (NotTaken, PDConnectorError, aiohttp.ClientError, OSError, TimeoutError) as error:
-                prefiller.state, _ = step(PREFILLER_TABLE, prefiller.state, PrefillerEvent.GONE)
-                self._complain(
-                    prefiller, f"event=prefiller_absent prefiller={prefiller.url} reason={error or 'time-out'}"
-                )
-                continue
-            prefiller.hello = reply.hello
-            prefiller.complaint = ""
-            prefiller.state, _ = step(PREFILLER_TABLE, prefiller.state, PrefillerEvent.GREETED)
-            logger.info(
-                "event=prefiller_greeted prefiller=%s engine=%s generation=%s elapsed_s=%.3f",
-                prefiller.url,
-                reply.hello.engine,
-                reply.hello.generation,
-                time.monotonic() - started,
-            )
-            return
-
-    @staticmethod
-    def _complain(prefiller: _Prefiller, text: str, *, serious: bool = False) -> None:
-        """Log a complaint once until it changes."""
-        if prefiller.complaint != text:
-            prefiller.complaint = text
-            (logger.error if serious else logger.warning)("%s", text)

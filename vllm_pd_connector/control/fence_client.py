@@ -10,7 +10,7 @@ import zmq.asyncio
 from vllm_pd_connector.control.keys import ControlKey
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.wire.codec import MAX_CONTROL_BYTES, decode_control, encode
-from vllm_pd_connector.wire.messages import ControlEndpoint, Fence, Quiet
+from vllm_pd_connector.wire.messages import Control, ControlEndpoint, Fence, Inquiry, Quiet, Refused, Standing
 
 PROBE_S = 1.0
 """Seconds to wait for a connection that only shows whether anybody listens."""
@@ -21,11 +21,30 @@ MARGIN_S = 2 * PROBE_S + 1.0
 
 @dataclass(frozen=True, slots=True)
 class FenceOutcome:
-    """`is_dead`: the process that could still write is gone for certain."""
+    """`is_dead`: nothing more is posted for certain; what is on the wire may still land."""
 
     is_quiet: bool
     is_dead: bool = False
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOutlook:
+    """How an answered transfer stands over all ranks. `error`: why its pages will not all come; empty if they may."""
+
+    is_over: bool
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _NoAnswer:
+    """`is_gone`: the process that was asked is gone for certain."""
+
+    reason: str
+    is_gone: bool = False
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 class FenceClient:
@@ -37,16 +56,35 @@ class FenceClient:
 
     async def ask(self, controls: list[ControlEndpoint], transfer_id: str, timeout_s: float) -> FenceOutcome:
         """Quiet when every rank says so within `timeout_s`; dead when every rank that did not is certainly gone."""
-        asked = (self._ask_one(c.endpoint, Fence(transfer_id, c.generation), timeout_s) for c in controls)
-        outcomes = await asyncio.gather(*asked)
-        troubled = [o for o in outcomes if not o.is_quiet]
+        asked = (self._fence(c.endpoint, Fence(transfer_id, c.generation), timeout_s) for c in controls)
+        troubled = [o for o in await asyncio.gather(*asked) if not o.is_quiet]
         if not troubled:
             return FenceOutcome(is_quiet=True)
         return FenceOutcome(is_quiet=False, is_dead=all(o.is_dead for o in troubled), reason=troubled[0].reason)
 
-    async def _ask_one(self, endpoint: str, fence: Fence, timeout_s: float) -> FenceOutcome:
+    async def inquire(self, controls: list[ControlEndpoint], transfer_id: str, timeout_s: float) -> TransferOutlook:
+        """Whether pages of an answered transfer can still be expected. Ranks that say nothing are given the benefit."""
+        asked = (self._exchange(c.endpoint, Inquiry(transfer_id, c.generation), timeout_s) for c in controls)
+        answers = await asyncio.gather(*asked)
+        for control, answer in zip(controls, answers, strict=True):
+            if isinstance(answer, Standing) and answer.error:
+                return TransferOutlook(is_over=True, error=answer.error)
+            if _is_gone(answer):
+                return TransferOutlook(is_over=True, error=f"{control.endpoint} is gone")
+        return TransferOutlook(is_over=all(isinstance(a, Standing) and a.is_over for a in answers))
+
+    async def _fence(self, endpoint: str, fence: Fence, timeout_s: float) -> FenceOutcome:
+        answer = await self._exchange(endpoint, fence, timeout_s)
+        if isinstance(answer, Quiet):
+            # It posts nothing more; only what a failed write had on the wire is left, as of a dead process.
+            reason = "" if answer.is_clean else f"{endpoint}: a write failed and may still land"
+            return FenceOutcome(is_quiet=answer.is_clean, is_dead=not answer.is_clean, reason=reason)
+        return FenceOutcome(is_quiet=False, is_dead=_is_gone(answer), reason=f"{endpoint}: {answer}")
+
+    async def _exchange(self, endpoint: str, question: Fence | Inquiry, timeout_s: float) -> Control | _NoAnswer:
+        """A rank's answer about the transfer asked for, or why there is none."""
         if await self._is_refused(endpoint):
-            return FenceOutcome(is_quiet=False, is_dead=True, reason=f"nobody listens at {endpoint} any more")
+            return _NoAnswer("nobody listens there any more", is_gone=True)
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_CONTROL_BYTES)
@@ -54,22 +92,18 @@ class FenceClient:
             self._key.secure_client(socket)
         try:
             socket.connect(endpoint)
-            await socket.send(encode(fence))
+            await socket.send(encode(question))
             answer = decode_control(await asyncio.wait_for(socket.recv(), timeout_s))
-            if isinstance(answer, Fence) or answer.transfer_id != fence.transfer_id:
-                raise ProtocolError(f"{answer} does not answer {fence}")
+            if isinstance(answer, Fence | Inquiry) or answer.transfer_id != question.transfer_id:
+                raise ProtocolError(f"{answer} does not answer {question}")
+            return answer
         except TimeoutError:
-            if await self._is_refused(endpoint):
-                return FenceOutcome(is_quiet=False, is_dead=True, reason=f"{endpoint} died while it was asked")
-            return FenceOutcome(is_quiet=False, reason=f"no answer from {endpoint} in {timeout_s:g} s")
+            is_gone = await self._is_refused(endpoint)
+            return _NoAnswer("it died while it was asked" if is_gone else f"no answer in {timeout_s:g} s", is_gone)
         except (ProtocolError, zmq.ZMQError) as error:
-            return FenceOutcome(is_quiet=False, reason=f"{endpoint}: {error}")
+            return _NoAnswer(str(error))
         finally:
             socket.close()
-        if isinstance(answer, Quiet):
-            return FenceOutcome(is_quiet=True)
-        # Refused: another generation listens there, so the one that could write is gone.
-        return FenceOutcome(is_quiet=False, is_dead=True, reason=f"{endpoint}: {answer}")
 
     @staticmethod
     async def _is_refused(endpoint: str) -> bool:
@@ -86,3 +120,8 @@ class FenceClient:
 
     def close(self) -> None:
         self._context.destroy(linger=0)
+
+
+def _is_gone(answer: Control | _NoAnswer) -> bool:
+    """A refusal that names the transfer comes from another generation: whoever could write is gone."""
+    return answer.is_gone if isinstance(answer, _NoAnswer) else isinstance(answer, Refused)

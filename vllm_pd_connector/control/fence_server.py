@@ -14,13 +14,16 @@ from zmq.auth.thread import ThreadAuthenticator
 from vllm_pd_connector.control.keys import ControlKey
 from vllm_pd_connector.errors import ConfigError, ProtocolError
 from vllm_pd_connector.wire.codec import MAX_CONTROL_BYTES, decode_control, encode
-from vllm_pd_connector.wire.messages import Control, Fence, Quiet, Refused
+from vllm_pd_connector.wire.messages import Control, Fence, Inquiry, Quiet, Refused, Standing
 
 logger = getLogger(__name__)
 
-Answer = Callable[[int], None]
+Answer = Callable[[Quiet], None]
 FenceHandler = Callable[[str, Answer], None]
-"""Called with (transfer id, answer); `answer(units)` may be called later, from one other thread only."""
+"""Called with (transfer id, answer); `answer` may be called later, from one other thread only."""
+
+InquiryHandler = Callable[[str, Callable[[Standing], None]], None]
+"""The same for an inquiry, from that same thread."""
 
 STOP_TIMEOUT_S = 2.0
 
@@ -34,16 +37,25 @@ class FenceServer:
         generation: this process; fences for another one are refused.
         key: CURVE key, None for an open channel.
         on_fence: what to do with a fence.
+        on_inquiry: what to do with an inquiry.
 
     Raises:
         ConfigError: the address cannot be bound.
     """
 
     def __init__(
-        self, host: str, port: int, *, generation: str, key: ControlKey | None, on_fence: FenceHandler
+        self,
+        host: str,
+        port: int,
+        *,
+        generation: str,
+        key: ControlKey | None,
+        on_fence: FenceHandler,
+        on_inquiry: InquiryHandler,
     ) -> None:
         self._generation = generation
         self._on_fence = on_fence
+        self._on_inquiry = on_inquiry
         self._context = zmq.Context()
         self._authenticator = self._authenticate(key)
         self._router = self._context.socket(zmq.ROUTER)
@@ -110,7 +122,7 @@ class FenceServer:
             if len(frames) != 2:
                 raise ProtocolError(f"{len(frames) - 1} frames; a control message is one frame")
             message = decode_control(body)
-            if not isinstance(message, Fence):
+            if not isinstance(message, Fence | Inquiry):
                 raise ProtocolError(f"a {type(message).__name__} is not a request")
         except ProtocolError as error:
             logger.warning("event=control_refused reason=%s", error)
@@ -120,7 +132,11 @@ class FenceServer:
             refusal = Refused(reason="another process answers here now", transfer_id=message.transfer_id)
             self._router.send_multipart([identity, encode(refusal)])
             return
-        self._on_fence(message.transfer_id, lambda units: self._answer(identity, Quiet(message.transfer_id, units)))
+        transfer_id = message.transfer_id
+        if isinstance(message, Fence):
+            self._on_fence(transfer_id, lambda quiet: self._answer(identity, quiet))
+        else:
+            self._on_inquiry(transfer_id, lambda standing: self._answer(identity, standing))
 
     def _answer(self, identity: bytes, answer: Control) -> None:
         # The messenger thread's own socket: ZMQ sockets do not move between threads.

@@ -20,11 +20,26 @@ KEEPALIVE_S = 3.0
 
 
 class NotTaken(Exception):
-    """The prefiller certainly did not take the request, so nobody writes for it."""
+    """The prefiller certainly did not take the request, so nobody writes for it.
 
-    def __init__(self, reason: str, *, is_absent: bool = False) -> None:
+    Attributes:
+        is_absent: nobody listens there.
+        is_busy: it asked to be left alone for a while.
+        retry_after_s: for how long, in seconds; None when it did not say.
+    """
+
+    def __init__(
+        self, reason: str, *, is_absent: bool = False, is_busy: bool = False, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(reason)
         self.is_absent = is_absent
+        self.is_busy = is_busy
+        self.retry_after_s = retry_after_s
+
+
+class ShuttingDown(PeerLost):
+    """vLLM aborted the prefill itself, which it does when it shuts down: to new requests and, without
+    `--shutdown-timeout`, to running ones."""
 
 
 class PrefillerClient:
@@ -61,6 +76,7 @@ class PrefillerClient:
 
         Raises:
             NotTaken: it certainly did not take the request.
+            ShuttingDown: it ends; whether it had begun is not known.
             PeerLost, ProtocolError, aiohttp.ClientError: it may have.
         """
         assert self._session is not None
@@ -71,7 +87,8 @@ class PrefillerClient:
                 headers=_data_parallel_header(hello),
             ) as response:
                 if response.status in BUSY_STATUSES:
-                    raise NotTaken(f"HTTP {response.status}")
+                    retry_after_s = _seconds(response.headers.get("Retry-After"))
+                    raise NotTaken(f"HTTP {response.status}", is_busy=True, retry_after_s=retry_after_s)
                 if response.status != 200:
                     text = (await response.text())[:500]
                     raise PeerLost(f"HTTP {response.status} from {url}: {text}")
@@ -80,7 +97,21 @@ class PrefillerClient:
             raise NotTaken(str(error), is_absent=True) from None
         except ValueError as error:
             raise ProtocolError(f"{url} answered something that is not JSON: {error}") from None
-        return parse_reply(answer.get("kv_transfer_params") if isinstance(answer, dict) else None)
+        if not isinstance(answer, dict):
+            answer = {}
+        if answer.get("kv_transfer_params") is None and _was_aborted(answer):
+            raise ShuttingDown("it aborted the request; it is shutting down")
+        return parse_reply(answer.get("kv_transfer_params"))
+
+
+def _was_aborted(answer: dict[str, Any]) -> bool:
+    choices = answer.get("choices")
+    return isinstance(choices, list) and any(isinstance(c, dict) and c.get("finish_reason") == "abort" for c in choices)
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """`Retry-After` as seconds; its other form, a date, would compare two clocks (law 10)."""
+    return float(retry_after) if retry_after and retry_after.isascii() and retry_after.isdigit() else None
 
 
 def _data_parallel_header(hello: HelloReply | None) -> dict[str, str]:

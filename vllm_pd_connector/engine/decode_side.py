@@ -14,10 +14,11 @@ from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.control.dispatcher import Dispatch, FenceResult
-from vllm_pd_connector.control.fence_client import MARGIN_S
 from vllm_pd_connector.engine import vllm_compat
+from vllm_pd_connector.engine.fenced_pages import FencedPages
 from vllm_pd_connector.engine.step import ExpectTransfer, HandBack, StepMetadata
 from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.lifecycle.admission import Admission, Course, admit
 from vllm_pd_connector.lifecycle.deadline import Deadlines
 from vllm_pd_connector.lifecycle.decode_request import (
     DECODE_TABLE,
@@ -26,7 +27,6 @@ from vllm_pd_connector.lifecycle.decode_request import (
     DecodeEvent,
     DecodeState,
 )
-from vllm_pd_connector.lifecycle.fence import FENCE_TABLE, FenceCommand, FenceEvent, FenceState, quarantine_end
 from vllm_pd_connector.lifecycle.prefiller import PrefillerState, choose
 from vllm_pd_connector.lifecycle.table import step
 from vllm_pd_connector.plan.extent import remote_extent
@@ -60,24 +60,20 @@ class DecoderIdentity:
 
 @dataclass(slots=True)
 class _Held:
-    """A request whose pages are reserved."""
+    """A request whose pages are reserved.
+
+    Attributes:
+        url: the prefiller that works for it, as far as is known.
+        lease_s: what it was given.
+    """
 
     request_id: str
     transfer_id: str
     blocks: list[int]
+    url: str
+    lease_s: float
     state: DecodeState = DecodeState.DISPATCHED
     reason: str = ""
-
-
-@dataclass(slots=True)
-class _Fenced:
-    """Pages without a request whose writers are not known to be quiet."""
-
-    transfer_id: str
-    blocks: list[int]
-    closed_at: float
-    state: FenceState = FenceState.ASKING
-    is_dead: bool = False
 
 
 class DecodeSide:
@@ -107,14 +103,15 @@ class DecodeSide:
         self._clock = clock
         self._manager: KVCacheManager | None = None
         self._held: dict[str, _Held] = {}
-        self._fenced: dict[str, _Fenced] = {}
+        self._fenced = FencedPages(config, dispatcher, tally, timeline, clock, self._lifted)
         self._deadlines: Deadlines[str] = Deadlines()
-        self._spent: set[str] = set()
+        self._courses: dict[str, Course] = {}
         self._turn = 0
         self._orders = StepMetadata()
 
     def bind(self, manager: KVCacheManager) -> None:
         self._manager = manager
+        self._fenced.bind(manager)
 
     def new_request(self, request: Request) -> None:
         """Refuse a request whose parameters are wrong, before it costs anything."""
@@ -129,18 +126,28 @@ class DecodeSide:
             self._tally.add("refused_params")
             vllm_compat.fail_request(request, str(error))
 
-    def match(self, request: Request, num_local_tokens: int) -> int:
-        """Tokens a prefiller will compute for this request; 0 to prefill it here. No side effects."""
+    def match(self, request: Request, num_local_tokens: int) -> int | None:
+        """Tokens a prefiller will compute for this request; 0 to prefill it here, None to ask again in the next step.
+
+        May be asked any number of times: all it remembers is since when the request has been waiting for room.
+        """
         remote = request.num_prompt_tokens - 1 - num_local_tokens
+        course = self._courses.get(request.request_id) or Course()
         if (
             remote < self._config.min_remote_tokens
-            or request.request_id in self._spent
             or request.num_preemptions
             or request.num_output_tokens
             or not vllm_compat.needs_only_tokens(request)
         ):
             return 0
-        return remote if any(c.state is PrefillerState.USABLE for c in self._dispatcher.pool()) else 0
+        if not self._candidates(course):
+            return self._match_none(request, course)
+        verdict = self._admit(request, course, remote, num_local_tokens)
+        if verdict is Admission.LATER and course.waiting_since is None:
+            course.waiting_since = self._clock()
+            self._courses[request.request_id] = course
+            self._tally.add("waited")
+        return {Admission.REMOTE: remote, Admission.LOCAL: 0, Admission.LATER: None}[verdict]
 
     def reserve(self, request: Request, block_ids: list[int], num_remote_tokens: int) -> None:
         """vLLM has allocated the pages and holds the request: dispatch it.
@@ -156,14 +163,21 @@ class DecodeSide:
             local_tokens=num_tokens - num_remote_tokens,
             block_size=self._identity.block_size,
         )
+        now = self._clock()
+        course = self._courses.setdefault(request.request_id, Course())
+        if course.ends_at is None:
+            course.ends_at = now + self._config.request_deadline_s
+        urls = self._candidates(course, parse_params(request.kv_transfer_params).prefiller)
         held = _Held(
             request_id=request.request_id,
             transfer_id=secrets.token_hex(16),
             blocks=block_ids[extent.first_page : extent.stop],
+            url=urls[0] if urls else "",
+            lease_s=course.ends_at - now,
         )
+        self._turn += 1
         self._held[held.transfer_id] = held
-        self._spent.add(held.request_id)
-        self._deadlines.arm(held.transfer_id, self._clock() + self._config.request_deadline_s)
+        self._deadlines.arm(held.transfer_id, course.ends_at)
         self._orders.expects.append(
             ExpectTransfer(
                 transfer_id=held.transfer_id,
@@ -173,21 +187,22 @@ class DecodeSide:
             )
         )
         vllm_compat.count_as_computed(request, num_remote_tokens)
-        self._tally.add("dispatched")
+        self._tally.add("retried" if course.tried else "dispatched")
         self._timeline.mark(
             held.transfer_id, "reserved", request=held.request_id, pages=extent.num_pages, tokens=num_remote_tokens
         )
-        self._dispatcher.dispatch(self._order(request, held, extent.first_page))
+        self._dispatcher.dispatch(self._order(request, held, extent.first_page, urls))
 
     def prefill_here(self, request: Request) -> None:
         """vLLM is about to run a request that was never held, although a prefiller is configured."""
-        if self._config.prefillers and request.request_id not in self._spent and not request.num_output_tokens:
-            self._spent.add(request.request_id)
+        course = self._courses.setdefault(request.request_id, Course())
+        if course.ends_at is None and not course.is_over and not request.num_output_tokens:
             self._tally.add("prefilled_locally")
+        course.is_over = True
 
     def finished(self, request: Request) -> None:
         """vLLM has finished a request, whatever the reason."""
-        self._spent.discard(request.request_id)
+        self._courses.pop(request.request_id, None)
         for held in [h for h in self._held.values() if h.request_id == request.request_id]:
             if held.state is not DecodeState.RECLAIMING:
                 self._tally.add("aborted")
@@ -209,12 +224,17 @@ class DecodeSide:
         """Take in what happened since the last step, and give this step's orders for the workers."""
         for event in self._dispatcher.take_events():
             if isinstance(event, FenceResult):
-                self._fence_answered(event)
+                self._fenced.answered(event)
             elif held := self._held.get(event.transfer_id):
+                held.url = event.url or held.url
+                if event.event is DecodeEvent.NEVER_SENT and (course := self._courses.get(held.request_id)):
+                    course.is_over = True  # every usable prefiller was asked
                 self._event(held, event.event, event.reason)
-        now = self._clock()
-        for transfer_id in self._deadlines.expired(now):
-            self._expire(transfer_id)
+        self._fenced.expire()
+        for transfer_id in self._deadlines.expired(self._clock()):
+            held = self._held[transfer_id]
+            limit = "settle_s" if held.state is DecodeState.SETTLING else "request_deadline_s"
+            self._event(held, DecodeEvent.DEADLINE, f"{limit} has passed")
         orders, self._orders = self._orders, StepMetadata()
         return orders
 
@@ -227,13 +247,44 @@ class DecodeSide:
     def gauges(self) -> dict[str, int]:
         return {
             "held_requests": len(self._held),
-            "held_pages": sum(len(h.blocks) for h in self._held.values()),
-            "fenced_pages": sum(len(f.blocks) for f in self._fenced.values()),
+            "held_pages": self._num_held_pages,
+            "fenced_pages": self._fenced.num_pages,
             "prefillers_usable": sum(c.state is PrefillerState.USABLE for c in self._dispatcher.pool()),
         }
 
-    def _order(self, request: Request, held: _Held, first_page: int) -> Dispatch:
-        wanted = parse_params(request.kv_transfer_params).prefiller
+    def _candidates(self, course: Course, wanted: str | None = None) -> list[str]:
+        """URLs of prefillers that may work for a request now, the best first."""
+        if not course.may_retry(self._clock(), self._config.max_attempts):
+            return []
+        return [url for url in choose(self._dispatcher.pool(), wanted, self._turn) if url not in course.tried]
+
+    def _admit(self, request: Request, course: Course, num_remote: int, num_local: int) -> Admission:
+        assert self._manager is not None
+        num_tokens = num_remote + num_local
+        extent = remote_extent(num_tokens=num_tokens, local_tokens=num_local, block_size=self._identity.block_size)
+        num_blocks, num_free = vllm_compat.count_blocks(self._manager)
+        since = course.waiting_since
+        return admit(
+            num_pages=extent.num_pages,
+            num_free=num_free,
+            num_pinned=self._num_held_pages + self._fenced.num_pages,
+            max_pinned=int(self._config.max_held_share * num_blocks),
+            is_short=num_remote <= self._config.short_prompt_tokens,
+            has_waited=since is not None and self._clock() - since >= self._config.busy_wait_s,
+        )
+
+    def _match_none(self, request: Request, course: Course) -> int | None:
+        """No prefiller is left for it: prefill it here, or fail it if it has failed remotely and that is the policy."""
+        if course.reason and self._config.on_failure == "error":
+            vllm_compat.fail_request(request, f"remote prefill failed: {course.reason}")
+            return None
+        return 0
+
+    @property
+    def _num_held_pages(self) -> int:
+        return sum(len(held.blocks) for held in self._held.values())
+
+    def _order(self, request: Request, held: _Held, first_page: int, urls: list[str]) -> Dispatch:
         adapter = request.lora_request
         body: dict[str, Any] = {
             "model": adapter.lora_name if adapter is not None else self._identity.model,
@@ -255,11 +306,9 @@ class DecodeSide:
             prefiller_generation="",
             first_page=first_page,
             blocks=held.blocks,
-            lease_s=self._config.request_deadline_s,
+            lease_s=held.lease_s,
             ranks=self._identity.ranks,
         )
-        self._turn += 1
-        urls = choose(self._dispatcher.pool(), wanted, turn=self._turn)
         return Dispatch(body=body, reservation=reservation, urls=urls)
 
     def _event(self, held: _Held, event: DecodeEvent, reason: str = "") -> None:
@@ -287,81 +336,34 @@ class DecodeSide:
             case DecodeCommand.CLOSE_DISPATCH:
                 self._dispatcher.cancel(held.transfer_id)
             case DecodeCommand.FENCE:
-                self._fence(held)
-            case DecodeCommand.REPORT_FAILED | DecodeCommand.REPORT_LEFT:
-                failed = command is DecodeCommand.REPORT_FAILED
-                if failed:
-                    self._tally.add("failed")
-                    logger.warning(
-                        "event=remote_prefill_failed request=%s transfer=%s then=%s reason=%s",
-                        held.request_id,
-                        held.transfer_id,
-                        self._config.on_failure,
-                        held.reason,
-                    )
-                self._orders.hand_backs.append(
-                    HandBack(transfer_id=held.transfer_id, request_id=held.request_id, failed=failed)
-                )
-            case DecodeCommand.FORGET:
-                pass  # every release forgets, unless a fence keeps the transfer
+                self._fenced.take_over(held.transfer_id, held.blocks, held.lease_s)
+            case DecodeCommand.REPORT_FAILED:
+                self._note_failure(held)
+                self._hand_back(held, failed=True)
+            case DecodeCommand.REPORT_LEFT:
+                self._hand_back(held, failed=False)
             case DecodeCommand.COMPLAIN:
                 logger.error("event=invariant_broken law=7 request=%s not handed back by a worker", held.request_id)
 
-    def _fence(self, held: _Held) -> None:
-        """Take the pages over from the request, so that it can go on while their writers are asked to stop."""
-        assert self._manager is not None
-        vllm_compat.pin_blocks(self._manager, held.blocks)
-        self._fenced[held.transfer_id] = _Fenced(held.transfer_id, held.blocks, self._clock())
-        self._dispatcher.fence(held.transfer_id)
-        # The dispatcher answers in time; this one catches a dispatcher that died.
-        self._deadlines.arm(_fence_key(held.transfer_id), self._clock() + self._config.fence_s + MARGIN_S)
+    def _hand_back(self, held: _Held, *, failed: bool) -> None:
+        order = HandBack(transfer_id=held.transfer_id, request_id=held.request_id, failed=failed)
+        self._orders.hand_backs.append(order)
 
-    def _fence_answered(self, result: FenceResult) -> None:
-        fenced = self._fenced.get(result.transfer_id)
-        if fenced is None:
-            return
-        fenced.is_dead = result.is_dead
-        if not result.is_quiet:
-            logger.warning("event=fence_unanswered transfer=%s reason=%s", result.transfer_id, result.reason)
-        self._fence_event(fenced, FenceEvent.QUIET if result.is_quiet else FenceEvent.UNREACHABLE)
+    def _note_failure(self, held: _Held) -> None:
+        course = self._courses[held.request_id]
+        course.tried.append(held.url)
+        course.reason = held.reason
+        self._tally.add("failed")
+        logger.warning(
+            "event=remote_prefill_failed request=%s transfer=%s prefiller=%s then=%s reason=%s",
+            held.request_id,
+            held.transfer_id,
+            held.url,
+            "retry" if self._candidates(course) else self._config.on_failure,
+            held.reason,
+        )
 
-    def _fence_event(self, fenced: _Fenced, event: FenceEvent) -> None:
-        fenced.state, commands = step(FENCE_TABLE, fenced.state, event)
-        key = _fence_key(fenced.transfer_id)
-        for command in commands:
-            match command:
-                case FenceCommand.ARM_QUARANTINE:
-                    end = quarantine_end(
-                        now=self._clock(),
-                        closed_at=fenced.closed_at,
-                        lease_s=self._config.request_deadline_s,
-                        quarantine_s=self._config.quarantine_s,
-                        is_dead=fenced.is_dead,
-                    )
-                    self._deadlines.arm(key, end)
-                case FenceCommand.UNPIN:
-                    assert self._manager is not None
-                    vllm_compat.unpin_blocks(self._manager, fenced.blocks)
-                    self._deadlines.disarm(key)
-                    del self._fenced[fenced.transfer_id]
-                    self._tally.add("fences_lifted" if event is FenceEvent.QUIET else "fences_expired")
-                    self._timeline.mark(fenced.transfer_id, "fence_lifted", cause=event.name.lower())
-                    if fenced.transfer_id not in self._held:
-                        self._orders.forgets.append(fenced.transfer_id)
-
-    def _expire(self, key: str) -> None:
-        held = self._held.get(key)
-        if held is not None:
-            limit = "settle_s" if held.state is DecodeState.SETTLING else "request_deadline_s"
-            self._event(held, DecodeEvent.DEADLINE, f"{limit} has passed")
-            return
-        fenced = self._fenced.get(key.removeprefix(_FENCE))
-        if fenced is not None:
-            self._fence_event(fenced, FenceEvent.DEADLINE)
-
-
-_FENCE = "fence:"
-
-
-def _fence_key(transfer_id: str) -> str:
-    return _FENCE + transfer_id
+    def _lifted(self, transfer_id: str) -> None:
+        """A fence is over: the workers may forget the transfer, unless they have yet to hand its request back."""
+        if transfer_id not in self._held:
+            self._orders.forgets.append(transfer_id)

@@ -12,6 +12,9 @@ from vllm_pd_connector.wire.messages import DecoderRank
 MAX_FENCED = 65_536
 """Fenced transfer ids remembered, oldest dropped first. A dispatch that old has long been closed by its decoder."""
 
+MAX_FAILURES = 4_096
+"""Failed transfers whose reason is remembered: decoders ask within seconds."""
+
 PATIENCE_S = 2.0
 """Seconds a cancelled transfer's posted writes get to end by themselves before their handles are cancelled."""
 
@@ -22,6 +25,7 @@ class Ledger:
     def __init__(self) -> None:
         self._transfers: dict[str, Outgoing] = {}
         self._fenced: OrderedDict[str, None] = OrderedDict()
+        self._failures: OrderedDict[str, str] = OrderedDict()
         self._patience: dict[str, float] = {}
         self._peers: dict[tuple[str, int], Peer] = {}
         self._distrusted: list[Peer] = []
@@ -52,6 +56,15 @@ class Ledger:
 
     def is_fenced(self, transfer_id: str) -> bool:
         return transfer_id in self._fenced
+
+    def note_failure(self, transfer_id: str, reason: str) -> None:
+        self._failures[transfer_id] = reason
+        while len(self._failures) > MAX_FAILURES:
+            self._failures.popitem(last=False)
+
+    def failure(self, transfer_id: str) -> str:
+        """Why a transfer was given up, also after it was dropped; empty when it was not."""
+        return self._failures.get(transfer_id, "")
 
     def limit_patience(self, transfer_id: str, now: float) -> None:
         self._patience.setdefault(transfer_id, now + PATIENCE_S)

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from vllm_pd_connector.lifecycle.outgoing import OUTGOING_TABLE, OutgoingCommand, OutgoingEvent, OutgoingState
 from vllm_pd_connector.lifecycle.table import step
 from vllm_pd_connector.transport.base import Peer
+from vllm_pd_connector.wire.messages import Quiet
 
-WhenQuiet = Callable[[int], None]
-"""Called once with the units written, on the messenger thread."""
+WhenQuiet = Callable[[Quiet], None]
+"""Called once, on the messenger thread, with what the decoder is to be told."""
 
 
 @dataclass(slots=True)
@@ -19,6 +20,7 @@ class Outgoing:
         peer: the decoder rank; None when it could not be reached.
         num_unposted: chunk writes handed out that still have layers to post.
         num_in_flight: writes posted and not over.
+        is_clean: no write has failed.
         report_as: request id to report as sent once quiet.
     """
 
@@ -29,6 +31,7 @@ class Outgoing:
     num_in_flight: int = 0
     seq: int = 0
     units: int = 0
+    is_clean: bool = True
     report_as: str | None = None
     waiters: list[WhenQuiet] = field(default_factory=list)
 
@@ -45,6 +48,11 @@ class Outgoing:
         self.state, commands = step(OUTGOING_TABLE, self.state, event)
         if OutgoingCommand.DROP_UNPOSTED in commands:
             self.num_unposted = 0
+
+    @property
+    def silence(self) -> Quiet:
+        """What the decoder is told when nothing is in flight any more."""
+        return Quiet(self.transfer_id, self.units, self.is_clean)
 
     def next_seq(self) -> int:
         self.seq += 1

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from vllm_pd_connector.telemetry.counters import Tally
     from vllm_pd_connector.telemetry.timeline import Timeline
 
 logger = getLogger(__name__)
@@ -48,7 +49,7 @@ class PrefillSide:
     """Args:
     hello: what this prefiller answers to a greeting.
     block_size: tokens per page.
-    max_tokens: longest prompt the engine takes.
+    tally: counters.
     timeline: moments.
     clock: monotonic seconds.
     """
@@ -57,11 +58,13 @@ class PrefillSide:
         self,
         hello: HelloReply,
         block_size: int,
+        tally: Tally,
         timeline: Timeline,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._hello = hello
         self._block_size = block_size
+        self._tally = tally
         self._timeline = timeline
         self._clock = clock
         self._manager: KVCacheManager | None = None
@@ -83,6 +86,7 @@ class PrefillSide:
             return True
         except ProtocolError as error:
             # No decoder of ours says such things: this is a client, and it gets an error and no answer.
+            self._tally.add("refused_params")
             vllm_compat.fail_request(request, str(error))
             return True
         try:
@@ -180,7 +184,7 @@ class PrefillSide:
             if rank.pages.num_layers != len(self._hello.shape.layers.split()):
                 raise ProtocolError(f"{rank.pages.num_layers} layers there, another number here")
         if reservation.transfer_id in self._by_transfer:
-            raise ProtocolError("this transfer is already being served")
+            raise _AlreadyServed("this transfer is already being served")
         self._prefills[request.request_id] = _Prefill(
             request, reservation, extent, lease_end=self._clock() + reservation.lease_s
         )
@@ -189,9 +193,11 @@ class PrefillSide:
 
     def _refuse(self, request: Request, error: PDConnectorError) -> None:
         """Tell a decoder why its reservation is not served, at the price of one token."""
+        self._tally.add("refused_params")
         logger.warning("event=reservation_refused request=%s reason=%s", request.request_id, error)
         hello = self._hello if isinstance(error, _StaleGeneration) else None
-        self._answer_early(request, DispatchReply(error=str(error)[:4096], hello=hello))
+        declined = not isinstance(error, _AlreadyServed)
+        self._answer_early(request, DispatchReply(error=str(error)[:4096], hello=hello, declined=declined))
 
     def _answer_early(self, request: Request, reply: DispatchReply) -> None:
         vllm_compat.shorten_to_one_token(request)
@@ -229,6 +235,10 @@ class PrefillSide:
 
 class _StaleGeneration(ProtocolError):
     """The decoder greeted an earlier process at this address."""
+
+
+class _AlreadyServed(ProtocolError):
+    """The same reservation came twice; the first one is being written for."""
 
 
 def _computed_before(scheduler_output: SchedulerOutput) -> list[tuple[str, int]]:

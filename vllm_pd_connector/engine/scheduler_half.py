@@ -61,8 +61,9 @@ class SchedulerHalf:
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         self._transfer = transfer
-        # vLLM reads this right after the connector is made: it decides what a failed load means for the client.
-        transfer.kv_load_failure_policy = "recompute" if config.on_failure == "local" else "fail"
+        # vLLM reads this right after the connector is made. Under "fail" there would be no second attempt;
+        # `on_failure` is ours to carry out, when none is left.
+        transfer.kv_load_failure_policy = "recompute"
         self._engine_id = str(transfer.engine_id)
         self._tally = Tally()
         self._gauges: dict[str, int] = {}
@@ -91,7 +92,7 @@ class SchedulerHalf:
                 controls=[ControlEndpoint(endpoint=rank.control, generation=rank.generation) for rank in ranks],
                 data_parallel_rank=vllm_compat.data_parallel_rank(self._engine_id),
             )
-            self._prefill = PrefillSide(hello, self._block_size, self._timeline, self._clock)
+            self._prefill = PrefillSide(hello, self._block_size, self._tally, self._timeline, self._clock)
             self._prefill.bind(self._manager)
         if self._transfer.is_kv_consumer and self._config.prefillers:
             model = vllm_compat.served_name(self._vllm_config)
@@ -133,11 +134,11 @@ class SchedulerHalf:
         if self._decode is not None:
             self._decode.new_request(request)
 
-    def match(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+    def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._decode is None or self._is_prefill(request):
             return 0, False
         num_remote_tokens = self._decode.match(request, num_computed_tokens)
-        return num_remote_tokens, num_remote_tokens > 0
+        return num_remote_tokens, bool(num_remote_tokens)
 
     def allocated(self, request: Request, block_ids: tuple[list[int], ...], num_external_tokens: int) -> None:
         if self._decode is None or self._is_prefill(request):

@@ -179,6 +179,12 @@ def unpin_blocks(manager: KVCacheManager, block_ids: Sequence[int]) -> None:
     pool.free_blocks([pool.blocks[i] for i in block_ids])
 
 
+def count_blocks(manager: KVCacheManager) -> tuple[int, int]:
+    """(blocks of the pool without the null block, how many of them are free)."""
+    pool = manager.block_pool
+    return pool.num_gpu_blocks - 1, pool.get_num_free_blocks()
+
+
 def needs_only_tokens(request: Request) -> bool:
     """Whether the prompt's KV depends on nothing but token ids, adapter and cache salt."""
     return (

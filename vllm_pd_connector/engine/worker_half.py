@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections import deque
 from functools import partial
 from logging import getLogger
@@ -172,8 +173,15 @@ class WorkerHalf:
         if not transfer_ids:
             return
         drained = threading.Event()
+        started = time.monotonic()
         self._messenger.submit(lambda: self._writer.drain(transfer_ids, drained.set))
-        if not drained.wait(PREEMPTION_WAIT_S):
+        is_drained = drained.wait(PREEMPTION_WAIT_S)
+        waited_s = time.monotonic() - started
+        self._tally.add("preemption_waits")
+        self._tally.add("preemption_wait_us", round(waited_s * 1e6))
+        for transfer_id in transfer_ids:
+            self._timeline.mark(transfer_id, "preempted", waited_s=waited_s, is_drained=is_drained, rank=self._rank)
+        if not is_drained:
             reason = f"its pages were preempted while a write of them took more than {PREEMPTION_WAIT_S:g} s"
             self._messenger.submit(lambda: self._writer.abandon(transfer_ids, reason))
 
@@ -234,6 +242,9 @@ class WorkerHalf:
             key=key,
             on_fence=lambda transfer_id, answer: self._messenger.submit(
                 lambda: self._writer.fence(transfer_id, answer)
+            ),
+            on_inquiry=lambda transfer_id, answer: self._messenger.submit(
+                lambda: answer(self._writer.standing(transfer_id))
             ),
         )
 

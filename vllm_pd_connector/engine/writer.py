@@ -24,7 +24,7 @@ from vllm_pd_connector.telemetry.counters import Tally
 from vllm_pd_connector.telemetry.timeline import Timeline
 from vllm_pd_connector.transport.base import Transport, WriteStatus
 from vllm_pd_connector.wire.codec import encode
-from vllm_pd_connector.wire.messages import FailureNote, WriteNote
+from vllm_pd_connector.wire.messages import FailureNote, Quiet, Standing, WriteNote
 
 logger = getLogger(__name__)
 
@@ -140,17 +140,23 @@ class Writer:
             self._ledger.fence(order.transfer_id)
         else:
             outgoing.event(OutgoingEvent.CLOSE)
-        outgoing.waiters.append(lambda _units: self._retire(outgoing))
+        outgoing.waiters.append(lambda _quiet: self._retire(outgoing))
 
     def fence(self, transfer_id: str, when_quiet: WhenQuiet) -> None:
         """Stop a transfer, or make sure it never starts; `when_quiet` is called once nothing is in flight."""
         self._ledger.fence(transfer_id)
         outgoing = self._ledger.get(transfer_id)
         if outgoing is None:
-            when_quiet(0)
+            when_quiet(Quiet(transfer_id, 0))
             return
         self._cancel(outgoing)
         outgoing.waiters.append(when_quiet)
+
+    def standing(self, transfer_id: str) -> Standing:
+        """What a decoder is told that waits for pages although the prompt is finished."""
+        outgoing = self._ledger.get(transfer_id)
+        is_over = outgoing is None or outgoing.state is OutgoingState.QUIET
+        return Standing(transfer_id=transfer_id, is_over=is_over, error=self._ledger.failure(transfer_id)[:4096])
 
     def drain(self, transfer_ids: list[str], when_drained: Callable[[], None]) -> None:
         """Call back once nothing of these transfers is left to post or in flight (preemption)."""
@@ -194,6 +200,7 @@ class Writer:
                 self._post(outgoing, write, layers)
             except (PeerLost, OutOfRegion) as error:
                 self._ledger.distrust(outgoing.peer)
+                outgoing.is_clean &= isinstance(error, OutOfRegion)  # some of its pages may be on the wire
                 self._give_up(outgoing, str(error))
                 continue
             if not step.num_layers_left:
@@ -246,6 +253,7 @@ class Writer:
         outgoing.num_in_flight -= 1
         if status is not WriteStatus.DONE:
             self._tally.add("write_failures")
+            outgoing.is_clean = False
             self._ledger.distrust(outgoing.peer)
             if outgoing.may_post:
                 self._give_up(outgoing, f"a write of layers {list(posted.layers)} failed")
@@ -269,7 +277,7 @@ class Writer:
             if outgoing.state is OutgoingState.QUIET:
                 waiters, outgoing.waiters = outgoing.waiters, []
                 for waiter in waiters:
-                    waiter(outgoing.units)
+                    waiter(outgoing.silence)
         if self._drains:
             over = [d for d in self._drains if all(self._ledger.is_drained(t) for t in d.transfer_ids)]
             self._drains = [d for d in self._drains if d not in over]
@@ -292,6 +300,7 @@ class Writer:
         """Cancel for a reason the decoder should know at once."""
         logger.warning("event=transfer_failed transfer=%s rank=%d reason=%s", outgoing.transfer_id, self._rank, reason)
         self.failures.append((outgoing.transfer_id, reason))
+        self._ledger.note_failure(outgoing.transfer_id, reason)
         self._cancel(outgoing)
         if outgoing.peer is None:
             return

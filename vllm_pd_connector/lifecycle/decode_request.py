@@ -34,7 +34,6 @@ class DecodeCommand(Enum):
     FENCE = auto()  # pin the pages until every sender is quiet
     REPORT_FAILED = auto()  # workers: hand the request back as failed
     REPORT_LEFT = auto()  # workers: hand the request back, nobody wants it
-    FORGET = auto()  # workers: drop the transfer; what still arrives is late
     COMPLAIN = auto()  # a bug: log it loudly
 
 
@@ -45,7 +44,7 @@ _LEAVE = (_C.CLOSE_DISPATCH, _C.FENCE, _C.REPORT_LEFT, _C.ARM_RECLAIM)
 
 DECODE_TABLE: Transitions[DecodeState, DecodeEvent, DecodeCommand] = {
     _S.DISPATCHED: {
-        _E.ARRIVED: (_S.RELEASED, (_C.FORGET,)),
+        _E.ARRIVED: (_S.RELEASED, ()),
         _E.ANSWERED: (_S.SETTLING, (_C.ARM_SETTLE,)),
         _E.NEVER_SENT: (_S.RECLAIMING, (_C.REPORT_FAILED, _C.ARM_RECLAIM)),
         _E.FAILED: (_S.RECLAIMING, _GIVE_UP),
@@ -53,7 +52,7 @@ DECODE_TABLE: Transitions[DecodeState, DecodeEvent, DecodeCommand] = {
         _E.ABORTED: (_S.RECLAIMING, _LEAVE),
     },
     _S.SETTLING: {
-        _E.ARRIVED: (_S.RELEASED, (_C.FORGET,)),
+        _E.ARRIVED: (_S.RELEASED, ()),
         _E.ANSWERED: (_S.SETTLING, ()),
         _E.NEVER_SENT: (_S.SETTLING, ()),
         _E.FAILED: (_S.RECLAIMING, _GIVE_UP),

@@ -5,6 +5,8 @@ from collections import Counter
 
 COUNTERS: dict[str, str] = {
     "dispatched": "Requests dispatched to a prefiller.",
+    "retried": "Further attempts with another prefiller after one had failed.",
+    "waited": "Requests that found no room and were passed over until there was some or `busy_wait_s` was over.",
     "released": "Requests whose pages all arrived.",
     "prefilled_locally": "Requests for which a prefiller was configured but that were prefilled on the decoder.",
     "failed": "Remote prefills given up, whatever the reason.",
@@ -15,6 +17,8 @@ COUNTERS: dict[str, str] = {
     "writes": "Writes posted.",
     "write_failures": "Writes that failed.",
     "transfers_cancelled": "Transfers stopped on the prefiller before their last page.",
+    "preemption_waits": "Steps that waited for writes of preempted pages.",
+    "preemption_wait_us": "Microseconds these steps waited, in all.",
     "pages_arrived": "Page slices counted on this decoder.",
     "pages_verified": "Pages whose digest matched after arrival.",
     "pages_mismatched": "Pages whose digest did not match: the transfer was failed.",

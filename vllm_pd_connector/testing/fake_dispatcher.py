@@ -72,9 +72,9 @@ class FakeDispatcher:
 
     # What a test scripts
 
-    def report(self, transfer_id: str, event: DecodeEvent, reason: str = "") -> None:
+    def report(self, transfer_id: str, event: DecodeEvent, reason: str = "", url: str = "") -> None:
         """A dispatch has ended: ANSWERED, FAILED or NEVER_SENT."""
-        self._events.append(DispatchOutcome(transfer_id=transfer_id, event=event, reason=reason))
+        self._events.append(DispatchOutcome(transfer_id=transfer_id, event=event, reason=reason, url=url))
 
     def answer_fence(self, transfer_id: str, *, is_quiet: bool, is_dead: bool = False) -> None:
         """The senders of a transfer have answered, or have not."""

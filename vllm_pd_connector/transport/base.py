@@ -67,7 +67,11 @@ class Transport(Protocol):
         ...
 
     def release(self, handle: WriteHandle) -> bool:
-        """Give a handle back, cancelling the write if it is still posted; False when it could not be cancelled."""
+        """Give the handle of a write back that is over; False while it may still read and write pages.
+
+        No transport here can call a posted write back. NIXL's own release of such a handle returns at once and the
+        write goes on (docs/adr/0008).
+        """
         ...
 
     def notify(self, peer: Peer, note: bytes) -> None:

@@ -117,6 +117,8 @@ class NixlTransport:
         return handle.status
 
     def release(self, handle: NixlWrite) -> bool:
+        if handle.status is WriteStatus.POSTED:
+            return False
         try:
             handle.handle.release()
         except NIXL_ERRORS:

@@ -99,11 +99,13 @@ class DispatchReply(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         pages: page positions handed to the writers; all of the reservation's unless `error` is set.
         error: empty, or why nothing (more) will be written.
+        declined: nothing was and nothing will be written for this reservation, so it needs no fence.
     """
 
     pages: Count = 0
     error: Annotated[str, Meta(max_length=4096)] = ""
     hello: HelloReply | None = None
+    declined: bool = False
 
 
 class WriteNote(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -150,10 +152,16 @@ class Fence(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Quiet(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """A prefiller rank has stopped a transfer and nothing it posted is in flight; `units` slices were written."""
+    """A prefiller rank has stopped a transfer, and every write it posted is over.
+
+    Attributes:
+        units: slices that were written.
+        is_clean: False when a write failed: what it had on the wire may still land, within the transport's retry time.
+    """
 
     transfer_id: Hex32
     units: Count
+    is_clean: bool = True
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=5):
@@ -163,4 +171,24 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=5):
     transfer_id: str = ""
 
 
-Control = Fence | Quiet | Refused
+class Inquiry(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """Decoder to a prefiller rank: how does this transfer stand? Asked when pages are late after the answer."""
+
+    transfer_id: Hex32
+    generation: Hex16
+
+
+class Standing(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """How a transfer stands on a prefiller rank.
+
+    Attributes:
+        is_over: nothing more will be written, nothing is in flight.
+        error: empty, or why pages are missing for good.
+    """
+
+    transfer_id: Hex32
+    is_over: bool
+    error: Annotated[str, Meta(max_length=4096)] = ""
+
+
+Control = Fence | Quiet | Refused | Inquiry | Standing

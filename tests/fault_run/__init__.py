@@ -1,0 +1,1 @@
+"""Faults against real servers, one after another, with the same checks after each. Run by `scripts/faults`."""

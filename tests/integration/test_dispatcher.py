@@ -1,0 +1,266 @@
+"""The dispatcher against prefillers that only speak HTTP: who is tried, for how long, and what is reported."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+import pytest
+from server_tier.ask import until
+from server_tier.fake_prefiller import FakePrefiller, Reply, fake_prefiller
+
+from vllm_pd_connector.config import parse
+from vllm_pd_connector.control.dispatcher import Dispatch, Dispatcher, DispatchOutcome, FenceResult
+from vllm_pd_connector.control.fence_server import Answer, FenceServer
+from vllm_pd_connector.lifecycle.decode_request import DecodeEvent
+from vllm_pd_connector.lifecycle.prefiller import PrefillerState
+from vllm_pd_connector.telemetry.timeline import NoTimeline
+from vllm_pd_connector.testing.machine import free_ports
+from vllm_pd_connector.wire.compatibility import CacheShape
+from vllm_pd_connector.wire.messages import (
+    ControlEndpoint,
+    DispatchReply,
+    HelloReply,
+    Quiet,
+    Reservation,
+    Standing,
+)
+from vllm_pd_connector.wire.version import PROTOCOL_VERSION
+
+GENERATION = "a" * 16
+TRANSFER = "0123456789abcdef" * 2
+SHAPE = CacheShape(**{f.name: 1 if f.type is int else "x" for f in msgspec.structs.fields(CacheShape)})
+Open = Callable[..., Dispatcher]
+
+
+class Rank:
+    """A prefiller rank's control port. Attributes: standing: what it says of the transfer."""
+
+    def __init__(self) -> None:
+        self.standing = Standing(transfer_id=TRANSFER, is_over=False)
+        self.num_inquiries = 0
+        self.server = FenceServer(
+            "127.0.0.1", 0, generation=GENERATION, key=None, on_fence=self._fence, on_inquiry=self._inquire
+        )
+        self.server.start()
+
+    def _fence(self, transfer_id: str, answer: Answer) -> None:
+        answer(Quiet(transfer_id, 0))
+
+    def _inquire(self, _transfer_id: str, answer: Callable[[Standing], None]) -> None:
+        self.num_inquiries += 1
+        answer(self.standing)
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    rank = Rank()
+    yield rank
+    rank.server.close()
+
+
+@pytest.fixture
+def fakes(rank: Rank) -> Iterator[list[FakePrefiller]]:
+    hello = HelloReply(
+        engine="p",
+        generation=GENERATION,
+        shape=SHAPE,
+        controls=[ControlEndpoint(endpoint=rank.server.endpoint, generation=GENERATION)],
+    )
+    with ExitStack() as stack:
+        fakes = [stack.enter_context(fake_prefiller(port, "")) for port in free_ports(2)]
+        for fake in fakes:
+            fake.on_hello = reply(hello=hello)
+            fake.on_dispatch = reply(pages=1)
+        yield fakes
+
+
+@pytest.fixture
+def start(fakes: list[FakePrefiller]) -> Iterator[Open]:
+    """A started dispatcher whose prefillers are all usable."""
+    made: list[Dispatcher] = []
+
+    def start(**extra: Any) -> Dispatcher:
+        config = parse({"prefillers": [fake.url for fake in fakes], "retry_s": 0.05, **extra})
+        made.append(Dispatcher(config, engine_id="d", model="m", shape=SHAPE, key=None, timeline=NoTimeline()))
+        made[-1].start()
+        until(lambda: all(c.state is PrefillerState.USABLE for c in made[-1].pool()), 5, "all greeted")
+        return made[-1]
+
+    yield start
+    for dispatcher in made:
+        dispatcher.close()
+
+
+def reply(**fields: Any) -> Reply:
+    return Reply.params(msgspec.to_builtins(DispatchReply(**fields)))
+
+
+def send(dispatcher: Dispatcher, fakes: list[FakePrefiller], transfer_id: str = TRANSFER) -> None:
+    reservation = Reservation(
+        protocol=PROTOCOL_VERSION,
+        transfer_id=transfer_id,
+        decoder="d",
+        decoder_generation="d" * 16,
+        prefiller_generation="",
+        first_page=0,
+        blocks=[1],
+        lease_s=60.0,
+        ranks=[],
+    )
+    dispatcher.dispatch(Dispatch(body={}, reservation=reservation, urls=[fake.url for fake in fakes]))
+
+
+def wait(dispatcher: Dispatcher, count: int = 1, deadline_s: float = 8.0) -> list[DispatchOutcome]:
+    events: list[DispatchOutcome | FenceResult] = []
+
+    def have_come() -> bool:
+        events.extend(dispatcher.take_events())
+        return len(events) >= count
+
+    until(have_come, deadline_s, f"{count} events")
+    outcomes = [event for event in events if isinstance(event, DispatchOutcome)]
+    assert len(outcomes) == count
+    return outcomes
+
+
+def dispatches(fakes: list[FakePrefiller]) -> list[int]:
+    return [fake.num_dispatches for fake in fakes]
+
+
+def test_the_first_prefiller_that_takes_it_answers(start: Open, fakes: list[FakePrefiller]) -> None:
+    dispatcher = start()
+    send(dispatcher, fakes)
+    (outcome,) = wait(dispatcher)
+    assert (outcome.event, outcome.url) == (DecodeEvent.ANSWERED, fakes[0].url)
+    assert dispatches(fakes) == [1, 0]
+
+
+@pytest.mark.parametrize("refusal", [Reply(429, b""), Reply(503, b""), reply(error="full", declined=True)])
+def test_one_that_does_not_take_it_is_passed_over(start: Open, fakes: list[FakePrefiller], refusal: Reply) -> None:
+    fakes[0].on_dispatch = refusal
+    dispatcher = start()
+    send(dispatcher, fakes)
+    (outcome,) = wait(dispatcher)
+    assert (outcome.event, outcome.url) == (DecodeEvent.ANSWERED, fakes[1].url)
+
+
+def test_busy_prefillers_are_asked_again_until_one_has_room(start: Open, fakes: list[FakePrefiller]) -> None:
+    for fake in fakes:
+        fake.first = [Reply(503, b"")] * 2
+    dispatcher = start(busy_wait_s=10)
+    send(dispatcher, fakes)
+    (outcome,) = wait(dispatcher)
+    assert outcome.event is DecodeEvent.ANSWERED
+    assert 5 <= sum(dispatches(fakes)) <= 6
+
+
+def test_a_retry_after_is_kept(start: Open, fakes: list[FakePrefiller]) -> None:
+    fakes[0].first = [Reply(429, b"", retry_after="1")]
+    dispatcher = start(busy_wait_s=10)
+    began = time.monotonic()
+    send(dispatcher, fakes[:1])
+    (outcome,) = wait(dispatcher)
+    assert outcome.event is DecodeEvent.ANSWERED
+    assert time.monotonic() - began >= 1.0
+    assert dispatches(fakes) == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("busy_wait_s", "refusal"),
+    [(0, Reply(503, b"")), (0.5, Reply(503, b"", retry_after="1")), (0.5, Reply(429, b""))],
+    ids=["never wait", "longer than it may wait", "busy all the time"],
+)
+def test_the_wait_for_busy_prefillers_is_bounded(
+    start: Open, fakes: list[FakePrefiller], busy_wait_s: float, refusal: Reply
+) -> None:
+    for fake in fakes:
+        fake.on_dispatch = refusal
+    dispatcher = start(busy_wait_s=busy_wait_s)
+    send(dispatcher, fakes)
+    (outcome,) = wait(dispatcher)
+    assert outcome.event is DecodeEvent.NEVER_SENT  # law 8
+    assert str(refusal.status) in outcome.reason
+    assert (sum(dispatches(fakes)) > 2) == (refusal.status == 429)
+
+
+def test_a_prefiller_that_shuts_down_is_lost_and_the_transfer_fenced(start: Open, fakes: list[FakePrefiller]) -> None:
+    """vLLM answers HTTP 200 with `finish_reason` abort, to new requests and to those that had begun."""
+    aborted = Reply.json({"choices": [{"index": 0, "text": "", "finish_reason": "abort"}], "kv_transfer_params": None})
+    fakes[0].on_dispatch = aborted
+    dispatcher = start()
+    fakes[0].on_hello = aborted
+    send(dispatcher, fakes)
+    (outcome,) = wait(dispatcher)
+    assert (outcome.event, outcome.url) == (DecodeEvent.FAILED, fakes[0].url)
+    assert "shutting down" in outcome.reason
+    assert [c.state for c in dispatcher.pool()] == [PrefillerState.LOST, PrefillerState.USABLE]
+    dispatcher.fence(TRANSFER)
+    (result,) = [e for e in _events(dispatcher) if isinstance(e, FenceResult)]
+    assert result.is_quiet
+
+
+def test_late_news_of_an_old_process_does_not_lose_the_new_one(start: Open, fakes: list[FakePrefiller]) -> None:
+    """Two requests see the same process die, one of them after its successor was greeted."""
+    dispatcher = start()
+    first, second = "0" * 32, "1" * 32
+    early, late = threading.Event(), threading.Event()
+    fakes[0].first = [Reply(0, b"", wait_for=early), Reply(0, b"", wait_for=late)]
+    send(dispatcher, fakes, transfer_id=first)
+    until(lambda: fakes[0].num_dispatches >= 1, 5, "the first is sent")
+    send(dispatcher, fakes, transfer_id=second)
+    until(lambda: fakes[0].num_dispatches >= 2, 5, "the second is sent")
+    early.set()
+    wait(dispatcher)
+    until(lambda: dispatcher.pool()[0].state is PrefillerState.USABLE, 5, "greeted again")
+    hellos = fakes[0].num_hellos
+    late.set()
+    wait(dispatcher)
+    assert dispatcher.pool()[0].state is PrefillerState.USABLE
+    assert fakes[0].num_hellos == hellos
+
+
+def test_a_rank_that_failed_says_so_when_the_pages_are_late(
+    start: Open, fakes: list[FakePrefiller], rank: Rank
+) -> None:
+    dispatcher = start(settle_s=30)
+    rank.standing = Standing(transfer_id=TRANSFER, is_over=True, error="decoder rank 0 cannot be reached")
+    send(dispatcher, fakes)
+    answered, failed = wait(dispatcher, 2)
+    assert (answered.event, failed.event) == (DecodeEvent.ANSWERED, DecodeEvent.FAILED)
+    assert "cannot be reached" in failed.reason
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_pages_that_are_merely_late_are_waited_for(
+    start: Open, fakes: list[FakePrefiller], rank: Rank, is_over: bool
+) -> None:
+    dispatcher = start()
+    rank.standing = Standing(transfer_id=TRANSFER, is_over=is_over)
+    send(dispatcher, fakes)
+    wait(dispatcher)
+    until(lambda: rank.num_inquiries >= (1 if is_over else 2), 5, "it was asked")
+    dispatcher.finish(TRANSFER)
+    assert dispatcher.take_events() == []
+
+
+def test_nobody_is_asked_about_a_transfer_that_is_complete(start: Open, fakes: list[FakePrefiller], rank: Rank) -> None:
+    dispatcher = start()
+    send(dispatcher, fakes)
+    wait(dispatcher)
+    dispatcher.finish(TRANSFER)
+    time.sleep(0.5)  # longer than the first pause
+    assert rank.num_inquiries == 0
+
+
+def _events(dispatcher: Dispatcher) -> list[Any]:
+    events: list[Any] = []
+
+    def have_come() -> bool:
+        events.extend(dispatcher.take_events())
+        return bool(events)
+
+    until(have_come, 5, "an event")
+    return events

@@ -1,0 +1,148 @@
+"""The prefillers of a decoder's pool: each is greeted until it is usable, and again when it was lost."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from logging import getLogger
+from typing import Any
+
+import aiohttp
+
+from vllm_pd_connector.config import PDConfig
+from vllm_pd_connector.control.prefiller_client import NotTaken, PrefillerClient
+from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError, ProtocolError
+from vllm_pd_connector.lifecycle.prefiller import PREFILLER_TABLE, Candidate, PrefillerEvent, PrefillerState
+from vllm_pd_connector.lifecycle.table import step
+from vllm_pd_connector.wire.compatibility import CacheShape, differences
+from vllm_pd_connector.wire.messages import Hello, HelloReply
+from vllm_pd_connector.wire.transfer_params import HELLO, to_params
+from vllm_pd_connector.wire.version import PROTOCOL_VERSION
+
+logger = getLogger(__name__)
+
+MISFIT_PAUSES = 15
+"""A prefiller that does not fit is greeted again after this many ordinary pauses."""
+
+Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+
+
+@dataclass(slots=True)
+class Prefiller:
+    """owned by: the event loop; `state` and `outstanding` are read by the engine thread.
+
+    Attributes:
+        hello: its last greeting; None while it is not usable.
+        outstanding: dispatches it is serving for us.
+    """
+
+    url: str
+    state: PrefillerState = PrefillerState.UNKNOWN
+    hello: HelloReply | None = None
+    outstanding: int = 0
+    complaint: str = ""
+    greeting: asyncio.Task[None] | None = None
+
+
+class PrefillerPool:
+    """owned by: the dispatcher's event loop, except `candidates`.
+
+    Args:
+        config: validated.
+        client: opened before the first greeting.
+        spawn: starts a task on the loop.
+        engine_id: this decoder.
+        model: served model name to greet with.
+        shape: this decoder's pages.
+    """
+
+    def __init__(
+        self,
+        config: PDConfig,
+        client: PrefillerClient,
+        spawn: Spawn,
+        *,
+        engine_id: str,
+        model: str,
+        shape: CacheShape,
+    ) -> None:
+        self._config = config
+        self._client = client
+        self._spawn = spawn
+        self._engine_id = engine_id
+        self._model = model
+        self._shape = shape
+        self._prefillers = {url: Prefiller(url) for url in config.prefillers}
+
+    def __getitem__(self, url: str) -> Prefiller:
+        return self._prefillers[url]
+
+    def candidates(self) -> list[Candidate]:
+        """Every configured prefiller as it stands. Any thread."""
+        return [Candidate(p.url, p.state, p.outstanding) for p in self._prefillers.values()]
+
+    def greet_all(self) -> None:
+        for prefiller in self._prefillers.values():
+            self._greet_later(prefiller)
+
+    def lose(self, prefiller: Prefiller, hello: HelloReply, reason: str) -> None:
+        """Stop using a prefiller until it has been greeted again, unless it has been since `hello`."""
+        if prefiller.hello is not hello:
+            return  # several requests may have seen the same process die
+        prefiller.state, _ = step(PREFILLER_TABLE, prefiller.state, PrefillerEvent.GONE)
+        prefiller.hello = None
+        logger.warning("event=prefiller_lost prefiller=%s reason=%s", prefiller.url, reason)
+        self._greet_later(prefiller)
+
+    def _greet_later(self, prefiller: Prefiller) -> None:
+        if prefiller.greeting is None or prefiller.greeting.done():
+            prefiller.greeting = self._spawn(self._greet(prefiller))
+
+    async def _greet(self, prefiller: Prefiller) -> None:
+        """Greet until the prefiller is usable."""
+        body = {"model": self._model, "prompt": [0], "max_tokens": 1, "temperature": 0.0}
+        params = to_params(HELLO, Hello(protocol=PROTOCOL_VERSION, decoder=self._engine_id))
+        while True:
+            started = time.monotonic()
+            delay_s = self._config.retry_s
+            try:
+                reply = await asyncio.wait_for(
+                    self._client.complete(prefiller.url, None, body, params), self._config.fence_s
+                )
+                if reply.hello is None:
+                    raise ProtocolError(reply.error or "the prefiller did not return the greeting")
+                if differing := differences(self._shape, reply.hello.shape):
+                    raise IncompatiblePeer(prefiller.url, differing)
+            except IncompatiblePeer as error:
+                prefiller.state, _ = step(PREFILLER_TABLE, prefiller.state, PrefillerEvent.MISFIT)
+                self._complain(prefiller, f"event=prefiller_misfit {error}", serious=True)
+                delay_s *= MISFIT_PAUSES
+            except (NotTaken, PDConnectorError, aiohttp.ClientError, OSError, TimeoutError) as error:
+                prefiller.state, _ = step(PREFILLER_TABLE, prefiller.state, PrefillerEvent.GONE)
+                self._complain(
+                    prefiller, f"event=prefiller_absent prefiller={prefiller.url} reason={error or 'time-out'}"
+                )
+            else:
+                self._welcome(prefiller, reply.hello, time.monotonic() - started)
+                return
+            await asyncio.sleep(delay_s)
+
+    @staticmethod
+    def _welcome(prefiller: Prefiller, hello: HelloReply, elapsed_s: float) -> None:
+        prefiller.hello = hello
+        prefiller.complaint = ""
+        prefiller.state, _ = step(PREFILLER_TABLE, prefiller.state, PrefillerEvent.GREETED)
+        logger.info(
+            "event=prefiller_greeted prefiller=%s engine=%s generation=%s elapsed_s=%.3f",
+            prefiller.url,
+            hello.engine,
+            hello.generation,
+            elapsed_s,
+        )
+
+    @staticmethod
+    def _complain(prefiller: Prefiller, text: str, *, serious: bool = False) -> None:
+        """Log a complaint once until it changes."""
+        if prefiller.complaint != text:
+            prefiller.complaint = text
+            (logger.error if serious else logger.warning)("%s", text)
