@@ -24,9 +24,9 @@ from vllm_pd_connector.transport.nixl import NixlTransport
 
 names = iter(range(9))
 pair = make_pair(lambda: NixlTransport(f"tcp-{next(names)}"), page_bytes=1 << 20)
-peer = pair.connect()
+lane = pair.lane()
 blocks = list(range(1, 16))
-handle = pair.src.post_write(peer, bound(pair, blocks, blocks, list(range(NUM_LAYERS))), b"n")
+handle = pair.src.post_write(lane, bound(pair, blocks, blocks, list(range(NUM_LAYERS))), b"n")
 first = pair.src.poll(handle)
 assert not pair.src.release(handle), "a write in flight cannot be called back"
 assert pair.drive(handle) == [WriteStatus.DONE]

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
-import numpy as np
 import pytest
 
 from vllm_pd_connector.errors import PeerLost
-from vllm_pd_connector.plan.write import BoundWrite, ChunkWrite, bind
+from vllm_pd_connector.geometry.page_table import PageView, whole_pages
+from vllm_pd_connector.plan.write import BoundWrite
 from vllm_pd_connector.testing.buffers import KvBuffer
-from vllm_pd_connector.transport.base import Peer, Transport, WriteHandle, WriteStatus
+from vllm_pd_connector.testing.shapes import bind_whole, bound_pieces, whole_blocks
+from vllm_pd_connector.transport.base import Lane, Peer, Transport, WriteHandle, WriteStatus
 from vllm_pd_connector.transport.memory import MemoryFabric, MemoryTransport
 
 NUM_LAYERS, NUM_BLOCKS, PAGE_BYTES = 3, 16, 256
@@ -32,6 +33,11 @@ class Pair:
 
     def connect(self) -> Peer:
         return self.src.connect(self.dst.descriptor(), self.dst_kv.table)
+
+    def lane(self, peer: Peer | None = None) -> Lane:
+        """Whole pages to whole pages."""
+        src, dst = whole_pages(self.src_kv.table), whole_pages(self.dst_kv.table)
+        return self.src.open_lane(peer or self.connect(), src, dst)
 
     def drive(self, *handles: WriteHandle) -> list[WriteStatus]:
         """Poll both sides until every write is over; the target's notes are kept in `notes`."""
@@ -88,17 +94,13 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 def bound(pair: Pair, src: list[int], dst: list[int], layers: list[int]) -> BoundWrite:
-    write = ChunkWrite(transfer_id="t", src_blocks=tuple(src), dst_blocks=tuple(dst))
-    return bind(write, layers, pair.src_kv.table, pair.dst_kv.table)
+    return bind_whole(whole_blocks("t", src, dst), layers, pair.src_kv.table, pair.dst_kv.table)
 
 
 def back_write(pair: Pair) -> BoundWrite:
     """The target's block 7 of layer 1 into the source's block 6 of layer 2."""
     pair.dst_kv.page(1, 7)[:] = 99
-    return BoundWrite(
-        src_pages=np.asarray([pair.dst_kv.table.page_index(1, 7)], dtype=np.int32),
-        dst_pages=np.asarray([pair.src_kv.table.page_index(2, 6)], dtype=np.int32),
-    )
+    return bound_pieces([whole_pages(pair.dst_kv.table).number(1, 7)], [whole_pages(pair.src_kv.table).number(2, 6)])
 
 
 LAYOUTS = {
@@ -113,8 +115,8 @@ LAYOUTS = {
 @pytest.mark.parametrize(("src", "dst"), LAYOUTS.values(), ids=list(LAYOUTS))
 @pytest.mark.parametrize("layers", [[0], [2, 0], [0, 1, 2]], ids=str)
 def test_exactly_the_bound_pages_are_copied(pair: Pair, src: list[int], dst: list[int], layers: list[int]) -> None:
-    peer = pair.connect()
-    assert pair.drive(pair.src.post_write(peer, bound(pair, src, dst, layers), b"n")) == [WriteStatus.DONE]
+    lane = pair.lane()
+    assert pair.drive(pair.src.post_write(lane, bound(pair, src, dst, layers), b"n")) == [WriteStatus.DONE]
     assert pair.wait_for_notes(1) == [b"n"]
     for layer in layers:
         for source, target in zip(src, dst, strict=True):
@@ -124,8 +126,7 @@ def test_exactly_the_bound_pages_are_copied(pair: Pair, src: list[int], dst: lis
 
 
 def test_a_note_comes_after_its_bytes_and_once(pair: Pair) -> None:
-    peer = pair.connect()
-    handle = pair.src.post_write(peer, bound(pair, [1, 2], [3, 4], [0, 1, 2]), b"note")
+    handle = pair.src.post_write(pair.lane(), bound(pair, [1, 2], [3, 4], [0, 1, 2]), b"note")
     end = time.monotonic() + DEADLINE_S
     while not pair.notes and time.monotonic() < end:
         pair.src.poll(handle)
@@ -142,16 +143,16 @@ def test_a_note_comes_after_its_bytes_and_once(pair: Pair) -> None:
 
 
 def test_a_finished_write_stays_finished_and_can_be_released(pair: Pair) -> None:
-    handle = pair.src.post_write(pair.connect(), bound(pair, [1], [1], [0]), b"n")
+    handle = pair.src.post_write(pair.lane(), bound(pair, [1], [1], [0]), b"n")
     pair.drive(handle)
     assert [pair.src.poll(handle) for _ in range(3)] == [WriteStatus.DONE] * 3
     assert pair.src.release(handle)
 
 
 def test_many_writes_in_flight_each_bring_their_note(pair: Pair) -> None:
-    peer = pair.connect()
+    lane = pair.lane()
     handles = [
-        pair.src.post_write(peer, bound(pair, [block], [block], [layer]), bytes([layer, block]))
+        pair.src.post_write(lane, bound(pair, [block], [block], [layer]), bytes([layer, block]))
         for layer in range(NUM_LAYERS)
         for block in range(1, NUM_BLOCKS)
     ]
@@ -177,8 +178,12 @@ def test_a_descriptor_that_is_none_is_a_lost_peer(pair: Pair, descriptor: bytes)
 
 
 def test_both_directions_work_at_once(pair: Pair) -> None:
-    there = pair.connect()
-    back = pair.dst.connect(pair.src.descriptor(), pair.src_kv.table)
+    there = pair.lane()
+    back = pair.dst.open_lane(
+        pair.dst.connect(pair.src.descriptor(), pair.src_kv.table),
+        whole_pages(pair.dst_kv.table),
+        whole_pages(pair.src_kv.table),
+    )
     handles = [pair.src.post_write(there, bound(pair, [1], [1], [0]), b"there")]
     handles_back = [pair.dst.post_write(back, back_write(pair), b"back")]
     notes: list[bytes] = []
@@ -195,17 +200,19 @@ def test_both_directions_work_at_once(pair: Pair) -> None:
 
 def test_the_same_descriptor_connects_again_after_a_disconnect(pair: Pair) -> None:
     first = pair.connect()
+    pair.lane(first)
     pair.src.disconnect(first)
-    again = pair.connect()
+    again = pair.lane()
     assert pair.drive(pair.src.post_write(again, bound(pair, [1], [2], [0]), b"n")) == [WriteStatus.DONE]
     assert bytes(pair.dst_kv.page(0, 2)) == bytes(pair.src_kv.page(0, 1))
 
 
 def test_a_write_to_a_disconnected_peer_fails_and_does_not_hang(pair: Pair) -> None:
     peer = pair.connect()
+    lane = pair.lane(peer)
     pair.src.disconnect(peer)
     with pytest.raises(PeerLost):
-        pair.src.post_write(peer, bound(pair, [1], [1], [0]), b"n")
+        pair.src.post_write(lane, bound(pair, [1], [1], [0]), b"n")
     with pytest.raises(PeerLost):
         pair.src.notify(peer, b"n")
     assert not pair.dst_kv.array.any()
@@ -223,8 +230,42 @@ def test_closing_twice_is_closing_once(pair: Pair) -> None:
     other.close()
 
 
-def test_page_numbers_of_the_table_are_those_of_the_transport(pair: Pair) -> None:
-    indices = np.asarray([pair.dst_kv.table.page_index(2, 19)], dtype=np.int32)
-    source = np.asarray([pair.src_kv.table.page_index(1, 15)], dtype=np.int32)
-    pair.drive(pair.src.post_write(pair.connect(), BoundWrite(src_pages=source, dst_pages=indices), b"n"))
-    assert bytes(pair.dst_kv.page(2, 19)) == bytes(pair.src_kv.page(1, 15))
+PIECES = {
+    "a slice of each page": (((64, 32),), ((128, 32),)),
+    "the end and the beginning": (((240, 16), (0, 16)), ((0, 16), (16, 16))),
+    "many small pieces": (tuple((i * 8, 8) for i in range(32)), tuple((248 - i * 8, 8) for i in range(32))),
+}
+
+
+@pytest.mark.parametrize(("src", "dst"), PIECES.values(), ids=list(PIECES))
+def test_pieces_of_pages_land_where_the_view_says(
+    pair: Pair, src: tuple[tuple[int, int], ...], dst: tuple[tuple[int, int], ...]
+) -> None:
+    source, target = PageView(pair.src_kv.table, src), PageView(pair.dst_kv.table, dst)
+    lane = pair.src.open_lane(pair.connect(), source, target)
+    pages = [(0, 1, 7), (2, 15, 19), (1, 8, 8)]
+    write = bound_pieces(
+        [source.number(layer, block, piece) for layer, block, _ in pages for piece in range(len(src))],
+        [target.number(layer, block, piece) for layer, _, block in pages for piece in range(len(src))],
+    )
+    assert pair.drive(pair.src.post_write(lane, write, b"n")) == [WriteStatus.DONE]
+    assert pair.wait_for_notes(1) == [b"n"]
+    for layer, block, other in pages:
+        for (start, length), (at, _) in zip(src, dst, strict=True):
+            landed = pair.dst_kv.page(layer, other)[at : at + length]
+            assert bytes(landed) == bytes(pair.src_kv.page(layer, block)[start : start + length])
+            landed[:] = 0
+    assert not pair.dst_kv.array.any()  # law 3
+
+
+def test_lanes_of_one_peer_do_not_disturb_each_other(pair: Pair) -> None:
+    peer = pair.connect()
+    whole = pair.lane(peer)
+    half = ((0, PAGE_BYTES // 2),)
+    part = pair.src.open_lane(peer, PageView(pair.src_kv.table, half), PageView(pair.dst_kv.table, half))
+    write = bound(pair, [1], [1], [0])
+    pair.drive(pair.src.post_write(part, write, b"part"))
+    assert bytes(pair.dst_kv.page(0, 1)[: PAGE_BYTES // 2]) == bytes(pair.src_kv.page(0, 1)[: PAGE_BYTES // 2])
+    assert not pair.dst_kv.page(0, 1)[PAGE_BYTES // 2 :].any()
+    pair.drive(pair.src.post_write(whole, write, b"whole"))
+    assert bytes(pair.dst_kv.page(0, 1)) == bytes(pair.src_kv.page(0, 1))

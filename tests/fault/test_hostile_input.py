@@ -21,6 +21,7 @@ from server_tier.reference import Reference
 from vllm_pd_connector.testing.servers import Server
 from vllm_pd_connector.wire.codec import decode_control, encode
 from vllm_pd_connector.wire.messages import Fence, Quiet
+from vllm_pd_connector.wire.version import PROTOCOL_VERSION
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
@@ -35,6 +36,16 @@ PAGES = {
     "page_bytes": 32768,
     "block_stride": 32768,
     "layer_offsets": [layer * 1000 * 32768 for layer in range(8)],
+}
+
+GEOMETRY = {
+    "tp_size": 1,
+    "num_kv_heads": 4,
+    "block_size": 32,
+    "slot_bytes": 256,
+    "layout": "LBHNC",
+    "planes": [[32, 4], [1, 128]],
+    "kernel_blocks": 1,
 }
 
 
@@ -62,9 +73,9 @@ CLIENT_PARAMS: dict[str, Any] = {
     "reservation is null": {"pd_reservation": None},
     "reservation is a list": {"pd_reservation": [1] * 1000},
     "hello is a number": {"pd_hello": 1e308},
-    "hello without a name": {"pd_hello": {"protocol": 1}},
+    "hello without a name": {"pd_hello": {"protocol": PROTOCOL_VERSION}},
     "hello of another protocol": {"pd_hello": {"protocol": 999, "decoder": "x"}},
-    "hello with a huge name": {"pd_hello": {"protocol": 1, "decoder": "x" * 100_000}},
+    "hello with a huge name": {"pd_hello": {"protocol": PROTOCOL_VERSION, "decoder": "x" * 100_000}},
     "reply from a client": {"pd_reply": {"pages": 10**30}},
 }
 RESERVATIONS: dict[str, dict[str, Any]] = {
@@ -72,18 +83,31 @@ RESERVATIONS: dict[str, dict[str, Any]] = {
     "protocol of wrong type": {"protocol": "1"},
     "id with a path": {"transfer_id": "../../etc/passwd"},
     "another process": {"prefiller_generation": HEX16},
-    "no blocks": {"blocks": []},
-    "block zero": {"blocks": [0] * 10},
-    "negative block": {"blocks": [-1] * 10},
-    "block outside the region": {"blocks": [*range(1, 10), 1000]},
-    "huge block": {"blocks": [*range(1, 10), 2**31 - 1]},
-    "huge number": {"blocks": [*range(1, 10), 10**300]},
-    "one block twice": {"blocks": [1] * 10},
-    "too many blocks": {"blocks": list(range(1, 999))},
-    "too few blocks": {"blocks": [1, 2]},
-    "half a million blocks": {"blocks": list(range(1, 500_000))},
-    "first page far away": {"first_page": 2**31 - 1},
-    "negative first page": {"first_page": -1},
+    "no groups": {"blocks": []},
+    "no blocks": {"blocks": [[]]},
+    "blocks of two groups": {"blocks": [list(range(1, 11)), [11]]},
+    "blocks without a group": {"blocks": list(range(1, 11))},
+    "block zero": {"blocks": [[0] * 10]},
+    "negative block": {"blocks": [[-1] * 10]},
+    "block outside the region": {"blocks": [[*range(1, 10), 1000]]},
+    "huge block": {"blocks": [[*range(1, 10), 2**31 - 1]]},
+    "huge number": {"blocks": [[*range(1, 10), 10**300]]},
+    "one block twice": {"blocks": [[1] * 10]},
+    "too many blocks": {"blocks": [list(range(1, 999))]},
+    "too few blocks": {"blocks": [[1, 2]]},
+    "half a million blocks": {"blocks": [list(range(1, 500_000))]},
+    "local tokens far away": {"local_tokens": 2**31 - 1},
+    "negative local tokens": {"local_tokens": -32},
+    "geometry of wrong type": {"geometry": "HND"},
+    "no tokens in a block": {"geometry": {**GEOMETRY, "block_size": 0}},
+    "a block of other tokens": {"geometry": {**GEOMETRY, "block_size": 33}},
+    "endless blocks": {"geometry": {**GEOMETRY, "block_size": 2**62}},
+    "more ranks than heads divide": {"geometry": {**GEOMETRY, "tp_size": 3}},
+    "ranks that are not named": {"geometry": {**GEOMETRY, "tp_size": 2}},
+    "other heads": {"geometry": {**GEOMETRY, "num_kv_heads": 8}},
+    "other slots": {"geometry": {**GEOMETRY, "slot_bytes": 8}},
+    "other planes": {"geometry": {**GEOMETRY, "planes": [[1, 256]]}},
+    "a layout of its own": {"geometry": {**GEOMETRY, "layout": "BLHNC"}},
     "no ranks": {"ranks": []},
     "too many ranks": {"ranks": [{"descriptor": "", "pages": PAGES}] * 3},
     "endless lease": {"lease_s": 1e300},
@@ -136,18 +160,19 @@ def test_reservations_of_a_stranger(main_pair: Pair, random_reference: Reference
     prompt = RANDOM[SMALL]
     written = Since(main_pair.prefiller)
     reservation = {
-        "protocol": 1,
+        "protocol": PROTOCOL_VERSION,
         "transfer_id": secrets.token_hex(16),
         "decoder": "stranger",
         "decoder_generation": HEX16,
         "prefiller_generation": _generation(main_pair.prefiller),
-        "first_page": 0,
-        "blocks": list(range(1, 11)),
+        "local_tokens": 0,
+        "blocks": [list(range(1, 11))],
         "lease_s": 5.0,
+        "geometry": GEOMETRY,
         "ranks": [{"descriptor": "AAEC", "pages": PAGES}],
         **RESERVATIONS[kind],
     }
-    assert len(reservation["blocks"]) != 10 or -(-len(prompt) // 32) == 10
+    assert -(-len(prompt) // 32) == 10
     body = body_of(prompt, kv_transfer_params={"pd_reservation": reservation}, cache_salt=fresh_salt(), max_tokens=1)
     status, answer = post(main_pair.prefiller.url, body, timeout_s=60)
     if status == 200 and not answer["kv_transfer_params"]["pd_reply"]["error"]:
@@ -217,7 +242,7 @@ def test_the_guard_refuses_deep_nesting(smollm_pair: Pair, depth: int) -> None:
 
 
 def _generation(prefiller: Server) -> str:
-    hello = {"pd_hello": {"protocol": 1, "decoder": "stranger"}}
+    hello = {"pd_hello": {"protocol": PROTOCOL_VERSION, "decoder": "stranger"}}
     status, answer = post(prefiller.url, body_of([1], max_tokens=1, kv_transfer_params=hello))
     assert status == 200, answer
     generation: str = answer["kv_transfer_params"]["pd_reply"]["hello"]["generation"]

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from vllm import SamplingParams
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
@@ -28,7 +27,7 @@ from vllm_pd_connector.plugin import MODULE, NAME, register
 from vllm_pd_connector.testing.buffers import KvBuffer
 from vllm_pd_connector.testing.clock import FakeClock
 from vllm_pd_connector.testing.fake_dispatcher import FakeDispatcher
-from vllm_pd_connector.wire.compatibility import CacheShape
+from vllm_pd_connector.testing.shapes import some_shape
 
 BLOCK = 16
 LAYERS = ["l0", "l1"]
@@ -36,6 +35,8 @@ PROMPT = 6 * BLOCK + 4
 PAGES = 7
 """What `hold` reserves for a prompt of `PROMPT` tokens."""
 
+SHAPE = some_shape(block_size=BLOCK, layers=" ".join(LAYERS))
+PAGE_BYTES = SHAPE.geometry().page().page_bytes
 PREFILLER = "http://prefiller:8100"
 CONFIG_JSON = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
 "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -44,12 +45,12 @@ CONFIG_JSON = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", 
 
 def handshake(num_blocks: int = 64) -> RankHandshake:
     """What one worker would have said."""
-    shape = {f.name: 1 if f.type is int else "x" for f in msgspec.structs.fields(CacheShape)}
-    shape |= {"block_size": BLOCK, "layers": " ".join(LAYERS)}
     return RankHandshake(
         descriptor=b"rank 0",
-        pages=KvBuffer(num_layers=len(LAYERS), num_blocks=num_blocks, page_bytes=64).table,
-        shape=CacheShape(**shape),
+        pages=KvBuffer(
+            num_layers=len(LAYERS), num_blocks=num_blocks, page_bytes=SHAPE.geometry().page().page_bytes
+        ).table,
+        shape=SHAPE,
         control="tcp://127.0.0.1:1",
         generation="a" * 16,
     )
@@ -241,7 +242,7 @@ def make_rig(
     assert isinstance(connector, PDConnector)
     connector._scheduler = half
     half.bind(scheduler.kv_cache_manager)
-    half.greet_workers({0: handshake()})
+    half.greet_workers({(0, 0): handshake()})
     return Rig(scheduler, half, clock, made)
 
 

@@ -18,7 +18,7 @@ from vllm_pd_connector.lifecycle.decode_request import DecodeEvent
 from vllm_pd_connector.lifecycle.prefiller import PrefillerState
 from vllm_pd_connector.telemetry.timeline import NoTimeline
 from vllm_pd_connector.testing.machine import free_ports
-from vllm_pd_connector.wire.compatibility import CacheShape
+from vllm_pd_connector.testing.shapes import some_shape
 from vllm_pd_connector.wire.messages import (
     ControlEndpoint,
     DispatchReply,
@@ -31,7 +31,7 @@ from vllm_pd_connector.wire.version import PROTOCOL_VERSION
 
 GENERATION = "a" * 16
 TRANSFER = "0123456789abcdef" * 2
-SHAPE = CacheShape(**{f.name: 1 if f.type is int else "x" for f in msgspec.structs.fields(CacheShape)})
+SHAPE = some_shape()
 Open = Callable[..., Dispatcher]
 
 
@@ -105,9 +105,10 @@ def send(dispatcher: Dispatcher, fakes: list[FakePrefiller], transfer_id: str = 
         decoder="d",
         decoder_generation="d" * 16,
         prefiller_generation="",
-        first_page=0,
-        blocks=[1],
+        local_tokens=0,
+        blocks=[[1]],
         lease_s=60.0,
+        geometry=SHAPE.geometry(),
         ranks=[],
     )
     dispatcher.dispatch(Dispatch(body={}, reservation=reservation, urls=[fake.url for fake in fakes]))

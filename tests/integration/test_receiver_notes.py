@@ -1,15 +1,19 @@
 """What a decoder rank makes of notes: early, double, late, excessive, damaged, false."""
 
-from worker_rig import NUM_LAYERS, A, Cluster, deliver
+from typing import Any
+
+import pytest
+from worker_rig import NUM_LAYERS, UNITS_PER_PAGE, A, Cluster, deliver
 
 from vllm_pd_connector.transport.scripted import ScriptedFault
 from vllm_pd_connector.wire.messages import FailureNote, WriteNote
 
-ALL = 2 * NUM_LAYERS
+PAGES = 2 * NUM_LAYERS
+ALL = PAGES * UNITS_PER_PAGE
 
 
 def note(seq: int, units: int) -> WriteNote:
-    return WriteNote(transfer_id=A, sender=0, seq=seq, units=units)
+    return WriteNote(transfer_id=A, sender=0, seq=seq, units=units, pages=1)
 
 
 def test_pages_that_came_before_their_request_was_known_count() -> None:
@@ -105,7 +109,7 @@ def test_digests_that_match_let_the_request_run() -> None:
     cluster.start_step((A, [1, 2], [5, 6]))[0].finish()
     cluster.settle()
     assert list(cluster.d.receiver.finished) == ["req-a"]
-    assert cluster.d.tally.take()["pages_verified"] == ALL
+    assert cluster.d.tally.take()["pages_verified"] == PAGES
 
 
 def test_a_page_with_other_bytes_spoils_the_transfer() -> None:
@@ -122,11 +126,28 @@ def test_a_page_with_other_bytes_spoils_the_transfer() -> None:
     assert cluster.d.tally.take()["pages_mismatched"] == 1
 
 
-def test_digests_of_pages_that_are_not_there_spoil_the_transfer() -> None:
+GOOD = {"digests": bytes(8), "layers": [0], "blocks": [1], "spots": [0], "pieces": [[(0, 32)]]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layers": [NUM_LAYERS]},
+        {"blocks": [14]},
+        {"spots": [1]},
+        {"pieces": []},
+        {"pieces": [[(0, 33)]]},
+        {"pieces": [[(32, 1)]]},
+        {"digests": bytes(9)},
+        {"digests": bytes(16)},
+        {"layers": []},
+    ],
+    ids=str,
+)
+def test_digests_of_pages_that_are_not_there_spoil_the_transfer(change: dict[str, Any]) -> None:
     cluster = Cluster(verify=True)
     cluster.expect()
-    digests = WriteNote(transfer_id=A, sender=0, seq=0, units=ALL, digests=bytes(8), layers=[NUM_LAYERS], blocks=[1])
-    deliver(cluster, digests)
+    deliver(cluster, WriteNote(transfer_id=A, sender=0, seq=0, units=ALL, pages=1, **{**GOOD, **change}))
     cluster.settle()
     assert "digests" in cluster.d.receiver.failures[0][1]
     assert not cluster.d.receiver.finished

@@ -12,7 +12,7 @@ from vllm_pd_connector.lifecycle.decode_request import RECLAIM_S, DecodeEvent
 def test_the_pages_of_an_aborted_request_stay_pinned_until_its_senders_are_quiet(rig: Rig) -> None:
     before = rig.free_blocks
     request, transfer = hold(rig)
-    pages = set(rig.dispatcher.dispatched[0].reservation.blocks)
+    pages = set(rig.dispatcher.dispatched[0].reservation.blocks[0])
     rig.abort(request)
     give_up(rig, request, transfer, failed=False)
     assert request.request_id not in rig.scheduler.requests
@@ -42,7 +42,7 @@ def test_the_workers_forget_a_fenced_transfer_only_when_it_is_lifted(rig: Rig) -
 def test_a_failed_prefill_is_recomputed_in_other_pages(rig: Rig) -> None:
     before = rig.free_blocks
     request, transfer = hold(rig)
-    fenced = set(rig.dispatcher.dispatched[0].reservation.blocks)
+    fenced = set(rig.dispatcher.dispatched[0].reservation.blocks[0])
     rig.dispatcher.report(transfer, DecodeEvent.FAILED, "connection reset")
     give_up(rig, request, transfer)
     step = rig.schedule()

@@ -26,7 +26,7 @@ def test_a_request_is_held_and_runs_its_last_token_when_all_pages_arrived(rig: R
     request, transfer = hold(rig)
     (order,) = rig.dispatcher.dispatched
     assert order.body["prompt"] == list(request.prompt_token_ids or ())[:-1]
-    assert (order.reservation.first_page, len(order.reservation.blocks)) == (0, PAGES)
+    assert (order.reservation.local_tokens, [len(group) for group in order.reservation.blocks]) == (0, [PAGES])
     assert before - rig.free_blocks == PAGES
     rig.step(received={request.request_id})
     step = rig.schedule()
@@ -71,10 +71,11 @@ def test_pages_shared_by_a_prefix_hit_are_never_reserved(rig: Rig) -> None:
     second, _ = hold(rig, PROMPT + 2 * BLOCK)
     shared = set(rig.scheduler.kv_cache_manager.get_block_ids(first.request_id)[0])
     reservation = rig.dispatcher.dispatched[1].reservation
-    assert reservation.first_page == 6
-    assert len(reservation.blocks) == 3
-    assert not shared & set(reservation.blocks)  # law 3
-    assert rig.scheduler.kv_cache_manager.get_block_ids(second.request_id)[0][6:] == reservation.blocks
+    assert reservation.local_tokens == 6 * BLOCK
+    (blocks,) = reservation.blocks
+    assert len(blocks) == 3
+    assert not shared & set(blocks)  # law 3
+    assert rig.scheduler.kv_cache_manager.get_block_ids(second.request_id)[0][6:] == blocks
 
 
 def test_a_preempted_request_is_not_dispatched_again(rig: Rig) -> None:

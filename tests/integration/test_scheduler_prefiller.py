@@ -4,10 +4,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from scheduler_rig import BLOCK, MakeRig, Rig, Step, handshake
+from scheduler_rig import BLOCK, SHAPE, MakeRig, Rig, Step, handshake
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_pd_connector.geometry.cache_geometry import CacheGeometry
 from vllm_pd_connector.wire.messages import DecoderRank, DispatchReply, Hello, HelloReply, Reservation
 from vllm_pd_connector.wire.transfer_params import HELLO, RESERVATION, parse_reply, to_params
 from vllm_pd_connector.wire.version import PROTOCOL_VERSION
@@ -37,16 +38,17 @@ def greet(rig: Rig) -> HelloReply:
     return reply.hello
 
 
-def reservation(rig: Rig, *, first_page: int = 0, num_pages: int = PAGES, **changes: Any) -> Reservation:
+def reservation(rig: Rig, *, first_page: int = 0, **changes: Any) -> Reservation:
     plain = Reservation(
         protocol=PROTOCOL_VERSION,
         transfer_id=TRANSFER,
         decoder="d",
         decoder_generation="d" * 16,
         prefiller_generation=greet(rig).generation,
-        first_page=first_page,
-        blocks=[50 - i for i in range(num_pages)],
+        local_tokens=first_page * BLOCK,
+        blocks=[[50 - i for i in range(PAGES - first_page)]],
         lease_s=60.0,
+        geometry=SHAPE.geometry(),
         ranks=[DecoderRank(descriptor="cmFuayAw", pages=handshake().pages)],
     )
     return msgspec.structs.replace(plain, **changes)
@@ -58,7 +60,8 @@ def dispatch(rig: Rig, wanted: Reservation, num_tokens: int = PROMPT, **kwargs: 
 
 def sent(step: Step) -> list[tuple[int, int]]:
     """(source block, destination block) of every page of a step."""
-    return [pair for write in step.orders.writes for pair in zip(write.src_blocks, write.dst_blocks, strict=True)]
+    groups = [group for write in step.orders.writes for group in write.groups]
+    return [pair for group in groups for pair in zip(group.src_blocks, group.dst_blocks, strict=True)]
 
 
 def test_a_greeting_is_answered_in_one_token_with_shape_and_controls(rig: Rig) -> None:
@@ -79,7 +82,7 @@ def test_a_whole_prompt_is_sent_in_one_step_and_kept_until_every_rank_has_sent_i
     (begin,) = step.orders.begins
     assert (begin.reservation, begin.lease_s) == (wanted, 60.0)
     blocks = rig.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
-    assert sent(step) == list(zip(blocks, wanted.blocks, strict=True))
+    assert sent(step) == list(zip(blocks, wanted.blocks[0], strict=True))
     rig.complete(step)
     assert reply_of(rig, request) == DispatchReply(pages=PAGES)
     step = rig.schedule()
@@ -109,7 +112,7 @@ def test_chunks_send_the_pages_they_complete_by_position(make: MakeRig) -> None:
         pairs += sent(step)
     assert lengths == [2, 3, 2]  # 40, 80 and 100 tokens; the partial last page waits for the end
     blocks = rig.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
-    assert pairs == list(zip(blocks, wanted.blocks, strict=True))
+    assert pairs == list(zip(blocks, wanted.blocks[0], strict=True))
 
 
 def test_a_prefix_hit_is_sent_with_the_first_step(make: MakeRig) -> None:
@@ -120,15 +123,15 @@ def test_a_prefix_hit_is_sent_with_the_first_step(make: MakeRig) -> None:
     request = dispatch(rig, wanted)
     step = rig.schedule()
     assert step.tokens == {request.request_id: PROMPT - 6 * BLOCK}
-    assert [dst for _, dst in sent(step)] == wanted.blocks
+    assert [dst for _, dst in sent(step)] == wanted.blocks[0]
 
 
 def test_pages_the_decoder_has_are_not_sent(rig: Rig) -> None:
-    wanted = reservation(rig, first_page=3, num_pages=PAGES - 3)
+    wanted = reservation(rig, first_page=3)
     request = dispatch(rig, wanted)
     step = rig.schedule()
     blocks = rig.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
-    assert sent(step) == list(zip(blocks[3:], wanted.blocks, strict=True))
+    assert sent(step) == list(zip(blocks[3:], wanted.blocks[0], strict=True))
 
 
 def test_a_preempted_prefill_is_announced_and_sends_no_page_twice(make: MakeRig) -> None:
@@ -146,7 +149,7 @@ def test_a_preempted_prefill_is_announced_and_sends_no_page_twice(make: MakeRig)
         step = rig.step()
         targets += [dst for _, dst in sent(step)]
         begins += len(step.orders.begins)
-    assert targets == wanted.blocks  # law 4
+    assert targets == wanted.blocks[0]  # law 4
     assert begins == 0
 
 
@@ -194,14 +197,28 @@ def test_time_in_the_queue_counts_against_the_lease(rig: Rig) -> None:
     assert rig.schedule().orders.begins[0].lease_s == pytest.approx(15.0)
 
 
+RANK = DecoderRank(descriptor="", pages=handshake().pages)
+
+
+def geometry(**changes: Any) -> CacheGeometry:
+    return msgspec.structs.replace(SHAPE.geometry(), **changes)
+
+
 BAD = {
-    "one page too few": {"blocks": list(range(1, PAGES))},
-    "one page too many": {"blocks": list(range(1, PAGES + 2))},
-    "beyond the decoder's pool": {"blocks": [*range(1, PAGES), 64]},
-    "the same block twice": {"blocks": [1, 1, *range(2, PAGES)]},
-    "starts behind the prompt": {"first_page": 100},
+    "one page too few": {"blocks": [list(range(1, PAGES))]},
+    "one page too many": {"blocks": [list(range(1, PAGES + 2))]},
+    "beyond the decoder's pool": {"blocks": [[*range(1, PAGES), 64]]},
+    "the same block twice": {"blocks": [[1, 1, *range(2, PAGES)]]},
+    "two groups for one": {"blocks": [list(range(1, PAGES + 1)), [PAGES + 1]]},
+    "starts behind the prompt": {"local_tokens": 100 * BLOCK},
+    "other heads": {"geometry": geometry(num_kv_heads=8)},
+    "other slots": {"geometry": geometry(slot_bytes=16)},
+    "a block size that is no multiple": {"geometry": geometry(block_size=24)},
+    "heads that do not divide": {"geometry": geometry(tp_size=3), "ranks": [RANK] * 3},
+    "pages of another size than the geometry says": {"geometry": geometry(block_size=2 * BLOCK)},
+    "fewer ranks than the geometry has": {"geometry": geometry(tp_size=2)},
     "another prefiller process": {"prefiller_generation": "f" * 16},
-    "two ranks for one": {"ranks": [DecoderRank(descriptor="", pages=handshake().pages)] * 2},
+    "two ranks for one": {"ranks": [RANK] * 2},
     "pages outside its region": {
         "ranks": [DecoderRank(descriptor="", pages=msgspec.structs.replace(handshake().pages, size_bytes=10))]
     },

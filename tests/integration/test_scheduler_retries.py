@@ -35,7 +35,7 @@ def test_another_prefiller_writes_into_other_pages_under_a_fresh_id(rig: Rig) ->
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     second = rig.dispatcher.dispatched[1]
     assert second.reservation.transfer_id != first_id  # law 11
-    assert not set(second.reservation.blocks) & set(first.reservation.blocks)  # law 1
+    assert not set(second.reservation.blocks[0]) & set(first.reservation.blocks[0])  # law 1
     assert second.body["prompt"] == first.body["prompt"]
     assert first.urls[0] not in second.urls
     assert [e.transfer_id for e in step.orders.expects] == [second.reservation.transfer_id]

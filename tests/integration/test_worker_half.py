@@ -1,7 +1,7 @@
 """Writers and receivers of real ranks over memory: posting by layer, fences, leases, failures, single reports."""
 
 import pytest
-from worker_rig import LEASE_S, NUM_LAYERS, A, B, Cluster
+from worker_rig import LEASE_S, NUM_LAYERS, UNITS_PER_PAGE, A, B, Cluster
 
 from vllm_pd_connector.engine.ledger import PATIENCE_S
 from vllm_pd_connector.transport.base import Transport
@@ -124,10 +124,10 @@ class TestStopping:
             assert not cluster.has_landed(0, 1, 5)  # still in flight: law 2
             cluster.p.turn()
         assert cluster.has_landed(0, 1, 5)
-        assert quiet == [Quiet(A, 2)]
+        assert quiet == [Quiet(A, 2 * UNITS_PER_PAGE)]
         cluster.settle()
         assert not cluster.has_landed(1, 1, 5)
-        assert quiet == [Quiet(A, 2)]
+        assert quiet == [Quiet(A, 2 * UNITS_PER_PAGE)]
 
     def test_every_fence_is_answered_once(self) -> None:
         cluster = Cluster(polls_per_write=2)

@@ -16,9 +16,12 @@ from vllm_pd_connector.engine import worker_half
 from vllm_pd_connector.engine.step import BeginTransfer, CloseTransfer, ExpectTransfer, StepMetadata
 from vllm_pd_connector.engine.worker_half import WorkerHalf
 from vllm_pd_connector.errors import UnsupportedEngine
+from vllm_pd_connector.plan.extent import Span
 from vllm_pd_connector.plan.write import ChunkWrite
+from vllm_pd_connector.testing.shapes import whole_blocks
 from vllm_pd_connector.transport.memory import MemoryFabric, MemoryTransport
 from vllm_pd_connector.wire.messages import ControlEndpoint, DecoderRank, Reservation
+from vllm_pd_connector.wire.version import PROTOCOL_VERSION
 
 NUM_BLOCKS, HEADS, CONTENT = 12, 2, 64
 TRANSFER = "a" * 32
@@ -76,14 +79,15 @@ def until(condition: Callable[[], bool], what: str) -> None:
 def begin(prefiller: Side, decoder: Side, *writes: ChunkWrite) -> StepMetadata:
     handshake = decoder.half.handshake()
     reservation = Reservation(
-        protocol=1,
+        protocol=PROTOCOL_VERSION,
         transfer_id=TRANSFER,
         decoder="d",
         decoder_generation="d" * 16,
         prefiller_generation="e" * 16,
-        first_page=0,
-        blocks=[4, 5],
+        local_tokens=0,
+        blocks=[[4, 5]],
         lease_s=60.0,
+        geometry=handshake.shape.geometry(),
         ranks=[DecoderRank(descriptor=base64.b64encode(handshake.descriptor).decode(), pages=handshake.pages)],
     )
     orders = StepMetadata(begins=[BeginTransfer(reservation=reservation, lease_s=60.0)], writes=list(writes))
@@ -91,11 +95,11 @@ def begin(prefiller: Side, decoder: Side, *writes: ChunkWrite) -> StepMetadata:
     return orders
 
 
-WRITE = ChunkWrite(transfer_id=TRANSFER, src_blocks=(1, 2), dst_blocks=(4, 5))
+WRITE = whole_blocks(TRANSFER, (1, 2), (4, 5), block_size=BLOCK)
 
 
 def expect(decoder: Side) -> None:
-    order = ExpectTransfer(transfer_id=TRANSFER, request_id="r", num_pages=2, src_tp=1)
+    order = ExpectTransfer(transfer_id=TRANSFER, request_id="r", spans=(Span(0, 2 * BLOCK),))
     decoder.half.start_step(StepMetadata(expects=[order]))
 
 
@@ -221,7 +225,18 @@ def test_a_decoder_listens_on_no_control_port(sides: tuple[Side, Side]) -> None:
     assert decoder.half.handshake().control == ""
 
 
-def test_pages_that_are_not_contiguous_are_refused_at_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("views", "complaint"),
+    [
+        ({name: view[:, :, :, ::2] for name, view in caches(0.0).items()}, "contiguous"),
+        ({**caches(0.0), "l0": caches(0.0)["l0"].transpose(1, 2)}, "every layer must match"),
+        ({name: view[:, :1] for name, view in caches(0.0).items()}, "2 KV heads over 1 ranks make"),
+    ],
+    ids=["gaps in a page", "two layouts", "too few heads"],
+)
+def test_pages_that_cannot_be_moved_are_refused_at_start(
+    tmp_path: Path, views: dict[str, torch.Tensor], complaint: str
+) -> None:
     rig = make_rig(tmp_path, role="kv_producer", num_blocks=NUM_BLOCKS)
     half = WorkerHalf(
         PDConfig(),
@@ -230,7 +245,5 @@ def test_pages_that_are_not_contiguous_are_refused_at_start(tmp_path: Path) -> N
         rank=0,
         open_transport=lambda name, _placement: MemoryTransport(MemoryFabric(), name),
     )
-    views = caches(0.0)
-    views["l0"] = views["l0"].transpose(1, 2)
-    with pytest.raises(UnsupportedEngine, match="contiguous"):
+    with pytest.raises(UnsupportedEngine, match=complaint):
         half.register(views)

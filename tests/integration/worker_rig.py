@@ -8,19 +8,26 @@ from vllm_pd_connector.engine.layer_signal import HostLayerSignal
 from vllm_pd_connector.engine.messenger import Messenger
 from vllm_pd_connector.engine.receiver import Receiver
 from vllm_pd_connector.engine.step import BeginTransfer, CloseTransfer, ExpectTransfer, HandBack
+from vllm_pd_connector.engine.worker_rank import WorkerRank
 from vllm_pd_connector.engine.writer import Writer
+from vllm_pd_connector.geometry.cache_geometry import CacheGeometry
+from vllm_pd_connector.plan.extent import Span
 from vllm_pd_connector.plan.write import ChunkWrite
 from vllm_pd_connector.telemetry.counters import Tally
 from vllm_pd_connector.telemetry.timeline import NoTimeline
 from vllm_pd_connector.testing.buffers import KvBuffer
 from vllm_pd_connector.testing.clock import FakeClock
+from vllm_pd_connector.testing.shapes import BLOCK_TOKENS, plain_geometry, whole_blocks
 from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.transport.memory import MemoryFabric, MemoryTransport
 from vllm_pd_connector.transport.scripted import ScriptedFault, ScriptedTransport
 from vllm_pd_connector.wire.codec import encode
 from vllm_pd_connector.wire.messages import DecoderRank, Note, Reservation
+from vllm_pd_connector.wire.version import PROTOCOL_VERSION
 
 NUM_LAYERS = 3
+PAGE_BYTES = 32
+UNITS_PER_PAGE = BLOCK_TOKENS
 LEASE_S = 60.0
 A, B = "a" * 32, "b" * 32
 
@@ -29,6 +36,7 @@ A, B = "a" * 32, "b" * 32
 class Rank:
     """One worker: its memory, its endpoint, its duties, and its messenger without a thread."""
 
+    rank: WorkerRank
     kv: KvBuffer
     transport: Transport
     writer: Writer
@@ -43,7 +51,11 @@ class Rank:
 
 class Cluster:
     """Args:
-    tp: ranks of each side.
+    tp: ranks of each side, when they are equal.
+    src: the prefiller's geometry.
+    dst: the decoder's.
+    stages: pipeline stages of the prefiller; each owns as many layers.
+    groups: cache group of each layer; names are l0, l1 and so on.
     polls_per_write: turns a write stays in flight.
     verify: digests.
     faults: on every prefiller rank's transport.
@@ -54,31 +66,34 @@ class Cluster:
         self,
         *,
         tp: int = 1,
+        src: CacheGeometry | None = None,
+        dst: CacheGeometry | None = None,
+        stages: int = 1,
+        groups: Sequence[int] = (0,) * NUM_LAYERS,
         polls_per_write: int = 1,
         verify: bool = False,
         faults: Sequence[ScriptedFault] = (),
         wrap: Callable[[Transport], Transport] = lambda transport: transport,
     ) -> None:
         self.clock = FakeClock()
-        self.tp = tp
+        self.src = src or plain_geometry(PAGE_BYTES, tp_size=tp)
+        self.dst = dst or plain_geometry(PAGE_BYTES, tp_size=tp)
+        self.groups = groups
+        self.stages = stages
         self.fabric = MemoryFabric()
+        self.names = [f"l{layer}" for layer in range(len(groups))]
         self.prefillers = [
             self._rank(
-                rank,
-                wrap(ScriptedTransport(MemoryTransport(self.fabric, f"p{rank}", polls_per_write), faults)),
+                self._worker(self.src, rank, stage),
+                wrap(ScriptedTransport(MemoryTransport(self.fabric, f"p{stage}.{rank}", polls_per_write), faults)),
                 verify,
-                KvBuffer(num_layers=NUM_LAYERS, num_blocks=10, page_bytes=32, gap=8),
             )
-            for rank in range(tp)
+            for stage in range(stages)
+            for rank in range(self.src.tp_size)
         ]
         self.decoders = [
-            self._rank(
-                rank,
-                MemoryTransport(self.fabric, f"d{rank}"),
-                verify,
-                KvBuffer(num_layers=NUM_LAYERS, num_blocks=14, page_bytes=32),
-            )
-            for rank in range(tp)
+            self._rank(self._worker(self.dst, rank), MemoryTransport(self.fabric, f"d{rank}"), verify)
+            for rank in range(self.dst.tp_size)
         ]
         for index, prefiller in enumerate(self.prefillers):
             prefiller.kv.fill_random(index)
@@ -91,35 +106,56 @@ class Cluster:
     def d(self) -> Rank:
         return self.decoders[0]
 
-    def _rank(self, rank: int, transport: Transport, verify: bool, kv: KvBuffer) -> Rank:
+    def _worker(self, geometry: CacheGeometry, rank: int, stage: int | None = None) -> tuple[WorkerRank, KvBuffer]:
+        """A prefiller's stage has its share of the layers, a decoder's rank all of them."""
+        share = len(self.groups) // self.stages
+        own = slice(None) if stage is None else slice(stage * share, (stage + 1) * share)
+        is_prefiller = stage is not None
+        kv = KvBuffer(
+            num_layers=len(self.groups[own]),
+            num_blocks=10 if is_prefiller else 14,
+            page_bytes=geometry.page(rank).page_bytes,
+            gap=8 if is_prefiller else 0,
+        )
+        worker = WorkerRank(
+            tp_rank=rank,
+            pp_rank=stage or 0,
+            pages=kv.table,
+            geometry=geometry,
+            layers=self.names[own],
+            groups=self.groups[own],
+            num_groups=max(self.groups) + 1,
+        )
+        return worker, kv
+
+    def _rank(self, worker: tuple[WorkerRank, KvBuffer], transport: Transport, verify: bool) -> Rank:
+        rank, kv = worker
         transport.register(kv.table)
         tally = Tally()
-        writer = Writer(
-            transport, kv.table, rank=rank, verify=verify, tally=tally, timeline=NoTimeline(), clock=self.clock
-        )
-        receiver = Receiver(
-            transport,
-            kv.table,
-            rank=rank,
-            dst_tp=self.tp,
-            num_kv_heads=self.tp,
-            max_parked=4,
-            tally=tally,
-            timeline=NoTimeline(),
-        )
-        return Rank(kv, transport, writer, receiver, Messenger([writer, receiver], 0.001), tally)
+        writer = Writer(transport, rank, verify=verify, tally=tally, timeline=NoTimeline(), clock=self.clock)
+        receiver = Receiver(transport, rank, max_parked=4, tally=tally, timeline=NoTimeline())
+        return Rank(rank, kv, transport, writer, receiver, Messenger([writer, receiver], 0.001), tally)
 
-    def begin(self, transfer: str = A, blocks: Sequence[int] = (5, 6), *, lease_s: float = LEASE_S) -> None:
-        """All prefiller ranks get a reservation of these decoder blocks."""
+    def begin(
+        self, transfer: str = A, blocks: Sequence[int] = (5, 6), *, lease_s: float = LEASE_S, local_tokens: int = 0
+    ) -> None:
+        """All prefiller ranks get a reservation of these decoder blocks, one cache group."""
+        self.begin_groups([list(blocks)], transfer, lease_s=lease_s, local_tokens=local_tokens)
+
+    def begin_groups(
+        self, blocks: list[list[int]], transfer: str = A, *, lease_s: float = LEASE_S, local_tokens: int = 0
+    ) -> None:
+        """The same with the blocks of several cache groups."""
         reservation = Reservation(
-            protocol=1,
+            protocol=PROTOCOL_VERSION,
             transfer_id=transfer,
             decoder="d",
             decoder_generation="d" * 16,
             prefiller_generation="e" * 16,
-            first_page=0,
-            blocks=list(blocks),
+            local_tokens=local_tokens,
+            blocks=blocks,
             lease_s=lease_s,
+            geometry=self.dst,
             ranks=[
                 DecoderRank(
                     descriptor=base64.b64encode(d.transport.descriptor()).decode(),
@@ -129,14 +165,18 @@ class Cluster:
             ],
         )
         for rank in self.prefillers:
-            rank.writer.begin(BeginTransfer(reservation=reservation, lease_s=lease_s))
+            layers = tuple(self.names) if self.stages > 1 else ()
+            rank.writer.begin(BeginTransfer(reservation=reservation, lease_s=lease_s, layers=layers))
 
     def start_step(self, *writes: tuple[str, Sequence[int], Sequence[int]]) -> list[HostLayerSignal]:
-        """A forward pass that completes (transfer, source blocks, destination blocks); one signal for each rank."""
-        chunks = [ChunkWrite(transfer_id=t, src_blocks=tuple(s), dst_blocks=tuple(d)) for t, s, d in writes]
-        signals = [HostLayerSignal(NUM_LAYERS) for _ in self.prefillers]
+        """A forward pass that completes whole (transfer, source blocks, destination blocks); a signal for each rank."""
+        return self.start_chunks(*(whole_blocks(*write) for write in writes))
+
+    def start_chunks(self, *chunks: ChunkWrite) -> list[HostLayerSignal]:
+        """A forward pass that completes these; one signal for each prefiller rank."""
+        signals = [HostLayerSignal(rank.kv.table.num_layers) for rank in self.prefillers]
         for rank, signal in zip(self.prefillers, signals, strict=True):
-            rank.writer.start_step(chunks, signal)
+            rank.writer.start_step(list(chunks), signal)
         return signals
 
     def close(self, transfer: str = A, *, cancel: bool = False, report: bool = True) -> None:
@@ -145,13 +185,15 @@ class Cluster:
                 CloseTransfer(transfer_id=transfer, request_id=f"req-{transfer[0]}", cancel=cancel, report=report)
             )
 
-    def expect(self, transfer: str = A, num_pages: int = 2) -> None:
+    def expect(self, transfer: str = A, num_pages: int = 2, *, spans: Sequence[Span] = ()) -> None:
+        """Every decoder rank expects so many whole pages, or the tokens of each group."""
+        order = ExpectTransfer(
+            transfer_id=transfer,
+            request_id=f"req-{transfer[0]}",
+            spans=tuple(spans) or (Span(0, num_pages * self.dst.block_size),),
+        )
         for rank in self.decoders:
-            rank.receiver.expect(
-                ExpectTransfer(
-                    transfer_id=transfer, request_id=f"req-{transfer[0]}", num_pages=num_pages, src_tp=self.tp
-                )
-            )
+            rank.receiver.expect(order)
 
     def hand_back(self, transfer: str = A, *, failed: bool = True) -> None:
         for rank in self.decoders:

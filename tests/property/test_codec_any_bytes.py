@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.geometry.cache_geometry import CacheGeometry
 from vllm_pd_connector.geometry.page_table import PageTable
 from vllm_pd_connector.wire.codec import MAX_CONTROL_BYTES, MAX_NOTE_BYTES, decode_control, decode_note, encode
 from vllm_pd_connector.wire.compatibility import CacheShape
@@ -56,9 +57,12 @@ notes: st.SearchStrategy[Note] = st.one_of(
         sender=counts,
         seq=counts,
         units=positives,
+        pages=positives,
         digests=st.binary(max_size=32),
         layers=st.lists(counts, max_size=3),
         blocks=st.lists(positives, max_size=3),
+        spots=st.lists(counts, max_size=3),
+        pieces=st.lists(st.lists(st.tuples(counts, positives), max_size=3), max_size=3),
     ),
     st.builds(FailureNote, transfer_id=hex32, sender=counts, reason=texts),
 )
@@ -80,8 +84,23 @@ tables = st.builds(
     block_stride=positives,
     layer_offsets=st.lists(counts, max_size=3),
 )
+sizes = st.integers(1, 1024)
+planes = st.lists(st.tuples(positives, positives), max_size=3).map(tuple)
+layouts = st.sampled_from(["LBHNC", "LBNHC"])
+geometries = st.builds(
+    CacheGeometry,
+    tp_size=sizes,
+    num_kv_heads=positives,
+    block_size=sizes,
+    slot_bytes=positives,
+    layout=layouts,
+    planes=planes,
+    kernel_blocks=positives,
+)
 cache_shapes = st.builds(
-    CacheShape, **{f.name: counts if f.type is int else texts for f in msgspec.structs.fields(CacheShape)}
+    CacheShape,
+    **{f.name: texts if f.type is str else sizes for f in msgspec.structs.fields(CacheShape)}
+    | {"planes": planes, "layout": layouts},
 )
 reservations = st.builds(
     Reservation,
@@ -90,9 +109,10 @@ reservations = st.builds(
     decoder=texts,
     decoder_generation=hex16,
     prefiller_generation=hex16,
-    first_page=counts,
-    blocks=st.lists(positives, min_size=1, max_size=4),
+    local_tokens=counts,
+    blocks=st.lists(st.lists(positives, max_size=4), min_size=1, max_size=3),
     lease_s=st.floats(0.001, 86_400),
+    geometry=geometries,
     ranks=st.lists(st.builds(DecoderRank, descriptor=texts, pages=tables), min_size=1, max_size=2),
 )
 hellos = st.builds(Hello, protocol=st.just(PROTOCOL_VERSION), decoder=texts)
@@ -203,9 +223,18 @@ def test_a_reservation_with_one_field_replaced_parses_or_is_refused(
 @pytest.mark.parametrize("lease", [math.nan, math.inf, -1.0, 0, "5", None, 1e9])
 def test_a_lease_that_is_no_duration_is_refused(lease: object) -> None:
     """NaN compares false with everything: in a heap of deadlines it would stop all leases behind it (law 8)."""
-    params = {RESERVATION: {"protocol": 1, "transfer_id": "0" * 32, "decoder": "d", "decoder_generation": "0" * 16}}
-    params[RESERVATION] |= {"prefiller_generation": "0" * 16, "first_page": 0, "blocks": [1], "lease_s": lease}
-    params[RESERVATION] |= {"ranks": [{"descriptor": "", "pages": PAGES}]}
+    params = {
+        RESERVATION: {
+            "protocol": PROTOCOL_VERSION,
+            "transfer_id": "0" * 32,
+            "decoder": "d",
+            "decoder_generation": "0" * 16,
+        }
+    }
+    params[RESERVATION] |= {"prefiller_generation": "0" * 16}
+    params[RESERVATION] |= {"local_tokens": 0, "blocks": [[1]], "lease_s": lease}
+    geometry = {"tp_size": 1, "num_kv_heads": 1, "block_size": 1, "slot_bytes": 8, "layout": "LBHNC"}
+    params[RESERVATION] |= {"ranks": [{"descriptor": "", "pages": PAGES}], "geometry": geometry}
     with pytest.raises(ProtocolError, match="lease_s"):
         parse_params(params)
 

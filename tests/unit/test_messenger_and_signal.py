@@ -2,13 +2,13 @@
 
 import threading
 
-import numpy as np
 import pytest
 
 from vllm_pd_connector.engine.layer_signal import HostLayerSignal, make_signal
 from vllm_pd_connector.engine.messenger import Messenger
-from vllm_pd_connector.plan.write import BoundWrite
+from vllm_pd_connector.geometry.page_table import whole_pages
 from vllm_pd_connector.testing.buffers import KvBuffer
+from vllm_pd_connector.testing.shapes import bound_pieces
 from vllm_pd_connector.transport.base import WriteStatus
 from vllm_pd_connector.transport.memory import MemoryFabric, MemoryTransport
 from vllm_pd_connector.transport.scripted import Action, ScriptedFault, ScriptedTransport
@@ -130,10 +130,10 @@ def scripted(
     return sender, src, dst, target
 
 
-def write_block(transport: ScriptedTransport, dst: KvBuffer, *blocks: int) -> WriteStatus:
+def write_block(transport: ScriptedTransport, src: KvBuffer, dst: KvBuffer, *blocks: int) -> WriteStatus:
     peer = transport.connect(b"t", dst.table)
-    pages = np.asarray(blocks, dtype=np.int32)
-    handle = transport.post_write(peer, BoundWrite(src_pages=pages, dst_pages=pages), bytes(blocks))
+    lane = transport.open_lane(peer, whole_pages(src.table), whole_pages(dst.table))
+    handle = transport.post_write(lane, bound_pieces(blocks, blocks), bytes(blocks))
     status = transport.poll(handle)
     for _ in range(3):
         status = transport.poll(handle)
@@ -148,7 +148,7 @@ class TestScriptedFaults:
     )
     def test_only_the_named_write_suffers_and_carries_nothing(self, action: Action, status: WriteStatus) -> None:
         transport, src, dst, target = scripted(action, nth=1, count=2)
-        seen = [write_block(transport, dst, block) for block in (1, 2, 3, 4)]
+        seen = [write_block(transport, src, dst, block) for block in (1, 2, 3, 4)]
         assert seen == [WriteStatus.DONE, status, status, WriteStatus.DONE]
         assert target.notifications() == [b"\x01", b"\x04"]
         for block in (1, 4):
@@ -158,7 +158,7 @@ class TestScriptedFaults:
 
     def test_a_wrong_page_arrives_as_if_it_were_right(self) -> None:
         transport, src, dst, target = scripted("wrong_page", nth=0)
-        assert write_block(transport, dst, 1, 2) is WriteStatus.DONE
+        assert write_block(transport, src, dst, 1, 2) is WriteStatus.DONE
         assert target.notifications() == [b"\x01\x02"]
         assert bytes(dst.page(0, 1)) == bytes(src.page(0, 2))
         assert bytes(dst.page(0, 2)) == bytes(src.page(0, 2))

@@ -6,6 +6,7 @@ import os
 import stat
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,14 +16,15 @@ from hypothesis import strategies as st
 from vllm_pd_connector.config import PDConfig, explain, parse
 from vllm_pd_connector.control.keys import load_key, write_key
 from vllm_pd_connector.errors import ConfigError, IncompatiblePeer, OutOfRegion
+from vllm_pd_connector.geometry.page_table import PageView
 from vllm_pd_connector.lifecycle.deadline import Deadlines
-from vllm_pd_connector.plan.write import ChunkWrite, bind
 from vllm_pd_connector.telemetry.counters import Tally
 from vllm_pd_connector.telemetry.timeline import FileTimeline, NoTimeline, open_timeline
 from vllm_pd_connector.testing.buffers import KvBuffer
-from vllm_pd_connector.wire.compatibility import CacheShape, differences
+from vllm_pd_connector.testing.shapes import bind_whole, some_shape, whole_blocks
+from vllm_pd_connector.wire.compatibility import MAY_DIFFER, CacheShape, differences
 
-SHAPE = CacheShape(**{f.name: 1 if f.type is int else "x" for f in msgspec.structs.fields(CacheShape)})
+SHAPE = some_shape()
 
 
 class TestDeadlines:
@@ -72,12 +74,63 @@ class TestCompatibility:
     def test_equal_shapes_do_not_differ(self) -> None:
         assert differences(SHAPE, SHAPE) == []
 
-    @pytest.mark.parametrize("field", [f.name for f in msgspec.structs.fields(CacheShape)])
+    @pytest.mark.parametrize("field", [f.name for f in msgspec.structs.fields(CacheShape) if f.name not in MAY_DIFFER])
     def test_every_field_is_compared_and_named_with_both_values(self, field: str) -> None:
-        other = msgspec.structs.replace(SHAPE, **{field: 7 if isinstance(getattr(SHAPE, field), int) else "y"})
+        value: object = 16 if isinstance(getattr(SHAPE, field), int) else "y"
+        other = msgspec.structs.replace(SHAPE, **{field: ((1, 4),) if field == "planes" else value})
         found = differences(SHAPE, other)
-        assert found == [(field, str(getattr(SHAPE, field)), str(getattr(other, field)))]
+        assert found == [(field, *(str(getattr(s, field)) for s in (SHAPE, other)))] or field == "layers"
+        assert [name for name, _, _ in found] == [field]
         assert f"{field}: here {found[0][1]}, there {found[0][2]}" in str(IncompatiblePeer("http://p", found))
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"tensor_parallel_size": 2},
+            {"tensor_parallel_size": 8},
+            {"pipeline_parallel_size": 2},
+            {"block_size": 64},
+            {"block_size": 16},
+            {"layout": "LBNHC"},
+            {"layout": "LBNHC", "block_size": 128, "tensor_parallel_size": 4},
+        ],
+        ids=str,
+    )
+    def test_what_can_be_bridged_may_differ(self, changes: dict[str, Any]) -> None:
+        assert differences(SHAPE, msgspec.structs.replace(SHAPE, **changes)) == []
+        assert differences(msgspec.structs.replace(SHAPE, **changes), SHAPE) == []
+
+    @pytest.mark.parametrize(
+        ("both", "changes", "field"),
+        [
+            ({}, {"block_size": 48}, "block_size"),
+            ({"planes": ()}, {"block_size": 64}, "block_size"),
+            ({"planes": ()}, {"layout": "LBNHC"}, "layout"),
+            ({"planes": ((2, 2), (1, 4))}, {"layout": "LBNHC"}, "layout"),
+            ({"kernel_blocks": 2, "planes": ()}, {"tensor_parallel_size": 2}, "kernel_blocks"),
+        ],
+        ids=str,
+    )
+    def test_what_cannot_be_bridged_is_named(self, both: dict[str, Any], changes: dict[str, Any], field: str) -> None:
+        here = msgspec.structs.replace(SHAPE, **both)
+        there = msgspec.structs.replace(here, **changes)
+        for one, other in ((here, there), (there, here)):
+            (found,) = [d for d in differences(one, other) if d[0] == field]
+            assert str(getattr(one, field)) in found[1]
+            assert str(getattr(other, field)) in found[2]
+
+    def test_the_numbers_of_a_model_are_named_one_by_one(self) -> None:
+        here = msgspec.structs.replace(SHAPE, model_config='{"rope_theta": 1e4, "layers": 8}')
+        there = msgspec.structs.replace(SHAPE, model_config='{"rope_theta": 5e5, "layers": 8, "window": 128}')
+        assert differences(here, there) == [
+            ("model_config.rope_theta", "10000.0", "500000.0"),
+            ("model_config.window", "none", "128"),
+        ]
+
+    def test_layers_that_only_one_side_has_are_named(self) -> None:
+        here = msgspec.structs.replace(SHAPE, layers="l0 l1 draft")
+        (found,) = differences(here, msgspec.structs.replace(SHAPE, layers="l0 l1"))
+        assert found == ("layers", "3 names, own ['draft']", "2 names, own []")
 
 
 class TestConfig:
@@ -257,12 +310,22 @@ class TestPageTable:
     def test_a_write_outside_either_table_is_never_bound(
         self, src: tuple[int, ...], dst: tuple[int, ...], layers: list[int]
     ) -> None:
-        write = ChunkWrite(transfer_id="t", src_blocks=src, dst_blocks=dst)
         with pytest.raises(OutOfRegion):
-            bind(write, layers, self.TABLE, self.TABLE)
+            bind_whole(whole_blocks("t", src, dst), layers, self.TABLE, self.TABLE)
+
+    @pytest.mark.parametrize("pieces", [((-1, 4),), ((0, 0),), ((12, 5),), ((0, 4), (16, 1))])
+    def test_pieces_that_leave_the_page_are_refused(self, pieces: tuple[tuple[int, int], ...]) -> None:
+        with pytest.raises(OutOfRegion):
+            PageView(self.TABLE, pieces).check()
+
+    def test_more_pieces_than_can_be_numbered_are_refused(self) -> None:
+        table = msgspec.structs.replace(self.TABLE, num_blocks=2**27)
+        PageView(table, ((0, 1),) * 7).check()
+        with pytest.raises(OutOfRegion):
+            PageView(table, ((0, 1),) * 8).check()
 
 
 def test_bound_writes_are_immutable() -> None:
-    write = ChunkWrite(transfer_id="t", src_blocks=(1,), dst_blocks=(1,))
+    write = whole_blocks("t", (1,), (1,))
     with pytest.raises(dataclasses.FrozenInstanceError):
         write.transfer_id = "u"  # type: ignore[misc]

@@ -12,16 +12,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    SupportsHMA,
 )
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_pd_connector.config import PDConfig, parse
-from vllm_pd_connector.engine import vllm_compat
+from vllm_pd_connector.engine import vllm_cache, vllm_compat
 from vllm_pd_connector.engine.scheduler_half import SchedulerHalf
 from vllm_pd_connector.engine.stats import PDPromMetrics, PDStats
 from vllm_pd_connector.engine.step import RankHandshake, StepMetadata, WorkerReport
 from vllm_pd_connector.engine.worker_half import WorkerHalf
-from vllm_pd_connector.errors import UnsupportedEngine
 from vllm_pd_connector.telemetry.log import adopt_vllm_logging
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 vllm_compat.check_version()
 
 
-class PDConnector(KVConnectorBase_V1):
+class PDConnector(KVConnectorBase_V1, SupportsHMA):
     """Named by `--kv-transfer-config '{"kv_connector": "PDConnector", ...}'`."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -54,13 +54,14 @@ class PDConnector(KVConnectorBase_V1):
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(config, vllm_config, kv_cache_config)
         else:
-            from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+            from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
             self._worker = WorkerHalf(
                 config,
                 vllm_config,
                 kv_cache_config,
                 rank=get_tensor_model_parallel_rank(),
+                pp_rank=get_pp_group().rank_in_group,
                 open_transport=lambda name, placement: _open_transport(config, name, placement),
             )
 
@@ -78,7 +79,7 @@ class PDConnector(KVConnectorBase_V1):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        return vllm_compat.NEEDED_LAYOUT
+        return vllm_cache.NEEDED_LAYOUT
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -109,9 +110,7 @@ class PDConnector(KVConnectorBase_V1):
         self._s.bind(kv_cache_manager)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], RankHandshake]) -> None:
-        if any(pp_rank for pp_rank, _ in metadata):
-            raise UnsupportedEngine("pipeline_parallel_size must be 1 in this release")
-        self._s.greet_workers({tp_rank: handshake for (_, tp_rank), handshake in metadata.items()})
+        self._s.greet_workers(metadata)
 
     def on_new_request(self, request: Request) -> None:
         self._s.new_request(request)
@@ -132,6 +131,11 @@ class PDConnector(KVConnectorBase_V1):
         self._s.workers_reported(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._s.finished(request)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self._s.finished(request)
 
     def has_pending_push_work(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from vllm_pd_connector.lifecycle.decode_request import (
 )
 from vllm_pd_connector.lifecycle.prefiller import PrefillerState, choose
 from vllm_pd_connector.lifecycle.table import step
-from vllm_pd_connector.plan.extent import remote_extent
+from vllm_pd_connector.plan.extent import Span, wanted_span
 from vllm_pd_connector.wire.messages import DecoderRank, Reservation
 from vllm_pd_connector.wire.transfer_params import parse_params
 from vllm_pd_connector.wire.version import PROTOCOL_VERSION
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from vllm_pd_connector.config import PDConfig
     from vllm_pd_connector.control.dispatcher import Dispatcher
+    from vllm_pd_connector.geometry.cache_geometry import CacheGeometry
     from vllm_pd_connector.telemetry.counters import Tally
     from vllm_pd_connector.telemetry.timeline import Timeline
 
@@ -48,13 +49,13 @@ logger = getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderIdentity:
-    """What a reservation says of this decoder."""
+    """What a reservation says of this decoder. `windows`: tokens each cache group reads, None for all."""
 
     engine_id: str
     generation: str
     model: str
-    tp_size: int
-    block_size: int
+    geometry: CacheGeometry
+    windows: list[int | None]
     ranks: list[DecoderRank]
 
 
@@ -149,29 +150,27 @@ class DecodeSide:
             self._tally.add("waited")
         return {Admission.REMOTE: remote, Admission.LOCAL: 0, Admission.LATER: None}[verdict]
 
-    def reserve(self, request: Request, block_ids: list[int], num_remote_tokens: int) -> None:
+    def reserve(self, request: Request, block_ids: list[list[int]], num_remote_tokens: int) -> None:
         """vLLM has allocated the pages and holds the request: dispatch it.
 
         Args:
             request: held from now on.
-            block_ids: all its blocks, prefix hits first.
+            block_ids: all its blocks, prefix hits first, of each cache group.
             num_remote_tokens: what `match` returned.
         """
         num_tokens = request.num_prompt_tokens - 1
-        extent = remote_extent(
-            num_tokens=num_tokens,
-            local_tokens=num_tokens - num_remote_tokens,
-            block_size=self._identity.block_size,
-        )
+        local_tokens = num_tokens - num_remote_tokens
+        spans = self._spans(num_tokens, local_tokens)
         now = self._clock()
         course = self._courses.setdefault(request.request_id, Course())
         if course.ends_at is None:
             course.ends_at = now + self._config.request_deadline_s
         urls = self._candidates(course, parse_params(request.kv_transfer_params).prefiller)
+        wanted = self._wanted_blocks(spans, block_ids)
         held = _Held(
             request_id=request.request_id,
             transfer_id=secrets.token_hex(16),
-            blocks=block_ids[extent.first_page : extent.stop],
+            blocks=[block for blocks in wanted for block in blocks],
             url=urls[0] if urls else "",
             lease_s=course.ends_at - now,
         )
@@ -182,16 +181,15 @@ class DecodeSide:
             ExpectTransfer(
                 transfer_id=held.transfer_id,
                 request_id=held.request_id,
-                num_pages=extent.num_pages,
-                src_tp=self._identity.tp_size,
+                spans=spans,
             )
         )
         vllm_compat.count_as_computed(request, num_remote_tokens)
         self._tally.add("retried" if course.tried else "dispatched")
         self._timeline.mark(
-            held.transfer_id, "reserved", request=held.request_id, pages=extent.num_pages, tokens=num_remote_tokens
+            held.transfer_id, "reserved", request=held.request_id, pages=len(held.blocks), tokens=num_remote_tokens
         )
-        self._dispatcher.dispatch(self._order(request, held, extent.first_page, urls))
+        self._dispatcher.dispatch(self._order(request, held, local_tokens, wanted, urls))
 
     def prefill_here(self, request: Request) -> None:
         """vLLM is about to run a request that was never held, although a prefiller is configured."""
@@ -260,18 +258,29 @@ class DecodeSide:
 
     def _admit(self, request: Request, course: Course, num_remote: int, num_local: int) -> Admission:
         assert self._manager is not None
-        num_tokens = num_remote + num_local
-        extent = remote_extent(num_tokens=num_tokens, local_tokens=num_local, block_size=self._identity.block_size)
+        block_size = self._identity.geometry.block_size
         num_blocks, num_free = vllm_compat.count_blocks(self._manager)
         since = course.waiting_since
         return admit(
-            num_pages=extent.num_pages,
+            num_pages=sum(len(span.pages(block_size)) for span in self._spans(num_remote + num_local, num_local)),
             num_free=num_free,
             num_pinned=self._num_held_pages + self._fenced.num_pages,
             max_pinned=int(self._config.max_held_share * num_blocks),
             is_short=num_remote <= self._config.short_prompt_tokens,
             has_waited=since is not None and self._clock() - since >= self._config.busy_wait_s,
         )
+
+    def _spans(self, num_tokens: int, local_tokens: int) -> tuple[Span, ...]:
+        """The tokens a prefiller is to send, of each cache group."""
+        return tuple(
+            wanted_span(num_tokens=num_tokens, local_tokens=local_tokens, window=window)
+            for window in self._identity.windows
+        )
+
+    def _wanted_blocks(self, spans: Sequence[Span], block_ids: list[list[int]]) -> list[list[int]]:
+        """The blocks that hold them."""
+        pages = [span.pages(self._identity.geometry.block_size) for span in spans]
+        return [blocks[wanted.start : wanted.stop] for wanted, blocks in zip(pages, block_ids, strict=True)]
 
     def _match_none(self, request: Request, course: Course) -> int | None:
         """No prefiller is left for it: prefill it here, or fail it if it has failed remotely and that is the policy."""
@@ -284,7 +293,9 @@ class DecodeSide:
     def _num_held_pages(self) -> int:
         return sum(len(held.blocks) for held in self._held.values())
 
-    def _order(self, request: Request, held: _Held, first_page: int, urls: list[str]) -> Dispatch:
+    def _order(
+        self, request: Request, held: _Held, local_tokens: int, blocks: list[list[int]], urls: list[str]
+    ) -> Dispatch:
         adapter = request.lora_request
         body: dict[str, Any] = {
             "model": adapter.lora_name if adapter is not None else self._identity.model,
@@ -304,9 +315,10 @@ class DecodeSide:
             decoder=self._identity.engine_id,
             decoder_generation=self._identity.generation,
             prefiller_generation="",
-            first_page=first_page,
-            blocks=held.blocks,
+            local_tokens=local_tokens,
+            blocks=blocks,
             lease_s=held.lease_s,
+            geometry=self._identity.geometry,
             ranks=self._identity.ranks,
         )
         return Dispatch(body=body, reservation=reservation, urls=urls)

@@ -1,13 +1,10 @@
-"""A writer's books: transfers, fenced ids, leases, and the decoder ranks it is connected to."""
+"""A writer's books: transfers, fenced ids, leases, and patience."""
 
-import base64
 from collections import OrderedDict
 
 from vllm_pd_connector.engine.outgoing import Outgoing
 from vllm_pd_connector.lifecycle.deadline import Deadlines
 from vllm_pd_connector.lifecycle.outgoing import OutgoingState
-from vllm_pd_connector.transport.base import Peer, Transport
-from vllm_pd_connector.wire.messages import DecoderRank
 
 MAX_FENCED = 65_536
 """Fenced transfer ids remembered, oldest dropped first. A dispatch that old has long been closed by its decoder."""
@@ -27,8 +24,6 @@ class Ledger:
         self._fenced: OrderedDict[str, None] = OrderedDict()
         self._failures: OrderedDict[str, str] = OrderedDict()
         self._patience: dict[str, float] = {}
-        self._peers: dict[tuple[str, int], Peer] = {}
-        self._distrusted: list[Peer] = []
         self.leases: Deadlines[str] = Deadlines()
 
     def add(self, outgoing: Outgoing) -> None:
@@ -71,30 +66,3 @@ class Ledger:
 
     def patience_is_over(self, transfer_id: str, now: float) -> bool:
         return now > self._patience.get(transfer_id, now)
-
-    def peer(self, target: DecoderRank, transport: Transport) -> Peer:
-        """The connected peer for a decoder rank; the first transfer to it connects.
-
-        Raises:
-            PeerLost: it cannot be reached.
-            OutOfRegion: its page table is inconsistent.
-            ValueError: its descriptor is not base64.
-        """
-        key = (target.descriptor, target.pages.base)
-        if key not in self._peers:
-            target.pages.check()
-            self._peers[key] = transport.connect(base64.b64decode(target.descriptor, validate=True), target.pages)
-        return self._peers[key]
-
-    def distrust(self, peer: Peer | None) -> None:
-        """A write to this peer has failed: drop it as soon as nothing is in flight to it, and connect afresh."""
-        if peer is not None and peer not in self._distrusted:
-            self._distrusted.append(peer)
-
-    def take_distrusted(self, in_flight: set[int]) -> list[Peer]:
-        """Distrusted peers without a write in flight (given by object id); they are forgotten here."""
-        gone = [peer for peer in self._distrusted if id(peer) not in in_flight]
-        if gone:
-            self._distrusted = [peer for peer in self._distrusted if id(peer) in in_flight]
-            self._peers = {key: peer for key, peer in self._peers.items() if peer not in gone}
-        return gone

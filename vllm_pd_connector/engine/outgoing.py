@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from vllm_pd_connector.engine.links import Link
 from vllm_pd_connector.lifecycle.outgoing import OUTGOING_TABLE, OutgoingCommand, OutgoingEvent, OutgoingState
 from vllm_pd_connector.lifecycle.table import step
-from vllm_pd_connector.transport.base import Peer
 from vllm_pd_connector.wire.messages import Quiet
 
 WhenQuiet = Callable[[Quiet], None]
@@ -17,7 +17,8 @@ class Outgoing:
     """owned by: Writer, on the messenger thread.
 
     Attributes:
-        peer: the decoder rank; None when it could not be reached.
+        links: the decoder ranks that need something of this rank, perhaps none.
+        dst_layers: this rank's layers in the decoder's tables.
         num_unposted: chunk writes handed out that still have layers to post.
         num_in_flight: writes posted and not over.
         is_clean: no write has failed.
@@ -25,7 +26,8 @@ class Outgoing:
     """
 
     transfer_id: str
-    peer: Peer | None
+    links: list[Link] = field(default_factory=list)
+    dst_layers: list[int] = field(default_factory=list)
     state: OutgoingState = OutgoingState.OPEN
     num_unposted: int = 0
     num_in_flight: int = 0
@@ -37,7 +39,7 @@ class Outgoing:
 
     @property
     def may_post(self) -> bool:
-        return self.state in (OutgoingState.OPEN, OutgoingState.CLOSING) and self.peer is not None
+        return self.state in (OutgoingState.OPEN, OutgoingState.CLOSING)
 
     @property
     def is_drained(self) -> bool:

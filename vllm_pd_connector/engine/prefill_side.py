@@ -6,18 +6,19 @@ owned by: EngineCore's main thread; nothing here blocks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from vllm_pd_connector.engine import vllm_compat
+from vllm_pd_connector.engine import vllm_cache, vllm_compat
 from vllm_pd_connector.engine.step import BeginTransfer, CloseTransfer, StepMetadata
 from vllm_pd_connector.errors import OtherProtocol, PDConnectorError, ProtocolError
-from vllm_pd_connector.plan.extent import Extent, completed_pages
-from vllm_pd_connector.plan.write import ChunkWrite
+from vllm_pd_connector.geometry.cache_geometry import mismatches
+from vllm_pd_connector.plan.extent import Span, completed_span, wanted_span
+from vllm_pd_connector.plan.write import ChunkWrite, GroupWrite
 from vllm_pd_connector.wire.messages import DispatchReply, HelloReply, Reservation
 from vllm_pd_connector.wire.transfer_params import REPLY, parse_params, to_params
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from vllm_pd_connector.engine.vllm_cache import CacheGroup
     from vllm_pd_connector.telemetry.counters import Tally
     from vllm_pd_connector.telemetry.timeline import Timeline
 
@@ -34,11 +36,11 @@ logger = getLogger(__name__)
 
 @dataclass(slots=True)
 class _Prefill:
-    """A request that computes pages for a decoder."""
+    """A request that computes pages for a decoder. `sent_stop`: token after the last one handed to the writers."""
 
     request: Request
     reservation: Reservation
-    extent: Extent
+    spans: list[Span]
     lease_end: float
     sent_stop: int = 0
     has_begun: bool = False
@@ -48,7 +50,7 @@ class _Prefill:
 class PrefillSide:
     """Args:
     hello: what this prefiller answers to a greeting.
-    block_size: tokens per page.
+    groups: cache groups whose pages move.
     tally: counters.
     timeline: moments.
     clock: monotonic seconds.
@@ -57,14 +59,17 @@ class PrefillSide:
     def __init__(
         self,
         hello: HelloReply,
-        block_size: int,
+        groups: Sequence[CacheGroup],
         tally: Tally,
         timeline: Timeline,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._hello = hello
-        self._block_size = block_size
+        self._geometry = hello.shape.geometry()
+        self._groups = groups
         self._tally = tally
+        has_stages = hello.shape.pipeline_parallel_size > 1
+        self._layers = vllm_cache.layer_names(hello.shape) if has_stages else ()
         self._timeline = timeline
         self._clock = clock
         self._manager: KVCacheManager | None = None
@@ -137,8 +142,7 @@ class PrefillSide:
         if prefill.has_begun:
             self._draining.add(request.request_id)
         self._timeline.mark(transfer_id, "prefill_finished", status=request.status.name)
-        pages = max(0, prefill.sent_stop - prefill.extent.first_page)
-        return prefill.has_begun, to_params(REPLY, DispatchReply(pages=pages, error=prefill.error))
+        return prefill.has_begun, to_params(REPLY, DispatchReply(pages=_pages_sent(prefill), error=prefill.error))
 
     def spoiled(self, transfer_id: str, reason: str) -> None:
         """A worker could not write: the response will say so."""
@@ -161,35 +165,60 @@ class PrefillSide:
         """Raises:
         ProtocolError: the reservation does not fit this engine or this request.
         """
-        num_pages = -(-request.num_prompt_tokens // self._block_size)
-        extent = Extent(first_page=reservation.first_page, num_pages=len(reservation.blocks))
         if reservation.prefiller_generation != self._hello.generation:
             raise _StaleGeneration("the prefiller was restarted since this decoder greeted it")
-        if len(reservation.ranks) != self._hello.shape.tensor_parallel_size:
-            raise ProtocolError(
-                f"tensor_parallel_size: the decoder has {len(reservation.ranks)}, "
-                f"this prefiller {self._hello.shape.tensor_parallel_size}; they must be equal in this release"
-            )
-        if extent.stop != num_pages:
-            raise ProtocolError(
-                f"pages {extent.first_page}..{extent.stop - 1} are reserved for a prompt of "
-                f"{request.num_prompt_tokens} tokens, which ends in page {num_pages - 1}"
-            )
-        if len(set(reservation.blocks)) != extent.num_pages:
-            raise ProtocolError("a block is reserved twice")
-        for rank in reservation.ranks:
-            rank.pages.check()
-            if max(reservation.blocks) >= rank.pages.num_blocks:
-                raise ProtocolError(f"block {max(reservation.blocks)} of a pool with {rank.pages.num_blocks} blocks")
-            if rank.pages.num_layers != len(self._hello.shape.layers.split()):
-                raise ProtocolError(f"{rank.pages.num_layers} layers there, another number here")
+        spans = self._spans(request.num_prompt_tokens, reservation)
+        self._check_ranks(reservation)
         if reservation.transfer_id in self._by_transfer:
             raise _AlreadyServed("this transfer is already being served")
         self._prefills[request.request_id] = _Prefill(
-            request, reservation, extent, lease_end=self._clock() + reservation.lease_s
+            request, reservation, spans, lease_end=self._clock() + reservation.lease_s
         )
         self._by_transfer[reservation.transfer_id] = request.request_id
         self._timeline.mark(reservation.transfer_id, "received", tokens=request.num_prompt_tokens)
+
+    def _spans(self, num_tokens: int, reservation: Reservation) -> list[Span]:
+        """The wanted tokens of each group, if the reservation has a block for each of their pages."""
+        if reservation.local_tokens >= num_tokens:
+            raise ProtocolError(f"{reservation.local_tokens} tokens are there already, of a prompt of {num_tokens}")
+        if len(reservation.blocks) != len(self._groups):
+            raise ProtocolError(f"blocks of {len(reservation.blocks)} cache groups; there are {len(self._groups)} here")
+        spans = [
+            wanted_span(num_tokens=num_tokens, local_tokens=reservation.local_tokens, window=group.window)
+            for group in self._groups
+        ]
+        for number, (span, blocks) in enumerate(zip(spans, reservation.blocks, strict=True)):
+            pages = span.pages(reservation.geometry.block_size)
+            if len(blocks) != len(pages):
+                raise ProtocolError(
+                    f"{len(blocks)} blocks of {reservation.geometry.block_size} tokens are reserved for tokens "
+                    f"{span.start}..{span.stop - 1} of group {number}, which lie in {len(pages)} pages"
+                )
+        blocks = [block for group in reservation.blocks for block in group]
+        if len(set(blocks)) != len(blocks):
+            raise ProtocolError("a block is reserved twice")
+        return spans
+
+    def _check_ranks(self, reservation: Reservation) -> None:
+        geometry = reservation.geometry
+        if fields := mismatches(self._geometry, geometry):
+            values = ", ".join(
+                f"{name}: here {getattr(self._geometry, name)}, there {getattr(geometry, name)}" for name in fields
+            )
+            raise ProtocolError(f"pages cannot be moved between the two servers: {values}")
+        if len(reservation.ranks) != geometry.tp_size:
+            raise ProtocolError(f"{len(reservation.ranks)} ranks of a tensor_parallel_size of {geometry.tp_size}")
+        last = max((block for group in reservation.blocks for block in group), default=0)
+        for number, rank in enumerate(reservation.ranks):
+            rank.pages.check()
+            if last >= rank.pages.num_blocks:
+                raise ProtocolError(f"block {last} of a pool with {rank.pages.num_blocks} blocks")
+            if rank.pages.page_bytes != geometry.page(number).page_bytes:
+                raise ProtocolError(
+                    f"pages of {rank.pages.page_bytes} B where the geometry makes {geometry.page(number).page_bytes} B"
+                )
+            if rank.pages.num_layers != len(self._hello.shape.layers.split()):
+                raise ProtocolError(f"{rank.pages.num_layers} layers there, another number here")
 
     def _refuse(self, request: Request, error: PDConnectorError) -> None:
         """Tell a decoder why its reservation is not served, at the price of one token."""
@@ -208,29 +237,45 @@ class PrefillSide:
         if not prefill.has_begun:
             prefill.has_begun = True
             lease_s = max(0.0, prefill.lease_end - self._clock())
-            orders.begins.append(BeginTransfer(reservation=prefill.reservation, lease_s=lease_s))
-        positions = completed_pages(
-            prefill.extent,
-            sent_stop=prefill.sent_stop,
-            computed_tokens=computed_after,
-            num_tokens=prefill.request.num_prompt_tokens,
-            block_size=self._block_size,
-        )
-        if not positions:
-            return
-        prefill.sent_stop = positions.stop
-        src_blocks = self._manager.get_block_ids(prefill.request.request_id)[0]
-        first = prefill.extent.first_page
-        orders.writes.append(
-            ChunkWrite(
-                transfer_id=prefill.reservation.transfer_id,
-                src_blocks=tuple(src_blocks[positions.start : positions.stop]),
-                dst_blocks=tuple(prefill.reservation.blocks[positions.start - first : positions.stop - first]),
+            orders.begins.append(BeginTransfer(reservation=prefill.reservation, lease_s=lease_s, layers=self._layers))
+        num_tokens = prefill.request.num_prompt_tokens
+        dst_block, src_block = prefill.reservation.geometry.block_size, self._geometry.block_size
+        tables = self._manager.get_block_ids(prefill.request.request_id)
+        groups: list[GroupWrite] = []
+        for wanted, table, targets in zip(
+            prefill.spans, (tables[group.index] for group in self._groups), prefill.reservation.blocks, strict=True
+        ):
+            span = completed_span(
+                wanted,
+                sent_stop=prefill.sent_stop,
+                computed_tokens=computed_after,
+                num_tokens=num_tokens,
+                granule=min(src_block, dst_block),
             )
-        )
+            sources, pages, first = span.pages(src_block), span.pages(dst_block), wanted.pages(dst_block).start
+            groups.append(
+                GroupWrite(
+                    span=span,
+                    src_blocks=tuple(table[sources.start : sources.stop]),
+                    dst_blocks=tuple(targets[pages.start - first : pages.stop - first]),
+                )
+            )
+        if not any(len(group.span) for group in groups):
+            return
+        prefill.sent_stop = max(group.span.stop for group in groups if len(group.span))
+        orders.writes.append(ChunkWrite(transfer_id=prefill.reservation.transfer_id, groups=tuple(groups)))
         self._timeline.mark(
-            prefill.reservation.transfer_id, "chunk_scheduled", pages=len(positions), computed=computed_after
+            prefill.reservation.transfer_id,
+            "chunk_scheduled",
+            pages=sum(len(group.dst_blocks) for group in groups),
+            computed=computed_after,
         )
+
+
+def _pages_sent(prefill: _Prefill) -> int:
+    """Decoder pages of which something was handed to the writers."""
+    size = prefill.reservation.geometry.block_size
+    return sum(len(Span(span.start, min(span.stop, prefill.sent_stop)).pages(size)) for span in prefill.spans)
 
 
 class _StaleGeneration(ProtocolError):

@@ -4,10 +4,10 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 from logging import getLogger
 
+from vllm_pd_connector.engine.digests import compare
 from vllm_pd_connector.engine.step import ExpectTransfer, HandBack
-from vllm_pd_connector.engine.writer import DIGEST_BYTES, page_digest
+from vllm_pd_connector.engine.worker_rank import WorkerRank
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.geometry.page_table import PageTable
 from vllm_pd_connector.ids import TransferId
 from vllm_pd_connector.lifecycle.completion import Arrival, CompletionTable
 from vllm_pd_connector.plan.expectation import expected_units
@@ -34,10 +34,7 @@ class Receiver:
 
     Args:
         transport: the rank's endpoint.
-        pages: the rank's own pages.
-        rank: decoder rank.
-        dst_tp: decoder ranks.
-        num_kv_heads: over all ranks.
+        rank: the worker.
         max_parked: transfers with early arrivals.
         tally: counters.
         timeline: moments.
@@ -46,20 +43,17 @@ class Receiver:
     def __init__(
         self,
         transport: Transport,
-        pages: PageTable,
+        rank: WorkerRank,
         *,
-        rank: int,
-        dst_tp: int,
-        num_kv_heads: int,
         max_parked: int,
         tally: Tally,
         timeline: Timeline,
     ) -> None:
         self._transport = transport
-        self._pages = pages
-        self._rank = rank
-        self._dst_tp = dst_tp
-        self._num_kv_heads = num_kv_heads
+        self._pages = rank.pages
+        self._rank = rank.number
+        self._layers_of_groups = rank.layers_of_groups
+        self._num_heads = len(rank.geometry.heads(rank.tp_rank))
         self._counts = CompletionTable(max_parked)
         self._incoming: dict[str, _Incoming] = {}
         self._spoiled_early: OrderedDict[str, str] = OrderedDict()
@@ -76,14 +70,7 @@ class Receiver:
 
     def expect(self, order: ExpectTransfer) -> None:
         """Count a transfer from now on; it may be complete at once."""
-        units = expected_units(
-            self._rank,
-            num_layers=self._pages.num_layers,
-            num_pages=order.num_pages,
-            src_tp=order.src_tp,
-            dst_tp=self._dst_tp,
-            num_kv_heads=self._num_kv_heads,
-        )
+        units = expected_units(order.spans, layers=self._layers_of_groups, num_heads=self._num_heads)
         self._incoming[order.transfer_id] = _Incoming(order.request_id)
         if reason := self._spoiled_early.pop(order.transfer_id, None):
             self._spoil(order.transfer_id, reason)
@@ -126,8 +113,8 @@ class Receiver:
         if arrival is Arrival.LATE or arrival is Arrival.DUPLICATE:
             self._tally.add("notes_late" if arrival is Arrival.LATE else "notes_duplicate")
             return
-        self._tally.add("pages_arrived", note.units)
-        self._timeline.mark(note.transfer_id, "note_arrived", seq=note.seq, units=note.units, rank=self._rank)
+        self._tally.add("pages_arrived", note.pages)
+        self._timeline.mark(note.transfer_id, "note_arrived", seq=note.seq, pages=note.pages, rank=self._rank)
         self._conclude(note.transfer_id, arrival)
 
     def _conclude(self, transfer_id: str, arrival: Arrival) -> None:
@@ -166,17 +153,12 @@ class Receiver:
             self.failures.append((transfer_id, reason))
 
     def _verify(self, note: WriteNote) -> None:
-        pairs = [(layer, block) for layer in note.layers for block in note.blocks]
-        if len(pairs) * DIGEST_BYTES != len(note.digests) or not self._all_inside(pairs):
-            self._spoil(note.transfer_id, "the digests do not fit the pages they are said to be of")
+        try:
+            results = compare(self._transport, note, self._pages)
+        except ProtocolError as error:
+            self._spoil(note.transfer_id, str(error))
             return
-        for index, (layer, block) in enumerate(pairs):
-            digest = note.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
-            if page_digest(self._transport.read_page(layer, block)) == digest:
-                self._tally.add("pages_verified")
-            else:
-                self._tally.add("pages_mismatched")
+        for layer, block, is_equal in results:
+            self._tally.add("pages_verified" if is_equal else "pages_mismatched")
+            if not is_equal:
                 self._spoil(note.transfer_id, f"page (layer {layer}, block {block}) differs from the prefiller's")
-
-    def _all_inside(self, pairs: list[tuple[int, int]]) -> bool:
-        return all(la < self._pages.num_layers and b < self._pages.num_blocks for la, b in pairs)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.control.dispatcher import Dispatcher
 from vllm_pd_connector.control.keys import load_key
-from vllm_pd_connector.engine import vllm_compat
+from vllm_pd_connector.engine import vllm_cache, vllm_compat
 from vllm_pd_connector.engine.decode_side import DecoderIdentity, DecodeSide
 from vllm_pd_connector.engine.prefill_side import PrefillSide
 from vllm_pd_connector.engine.step import RankHandshake, StepMetadata, WorkerReport
@@ -57,7 +57,7 @@ class SchedulerHalf:
         self._open_dispatcher = open_dispatcher
         self._clock = clock
         self._vllm_config = vllm_config
-        self._block_size = vllm_compat.check_engine(vllm_config, kv_cache_config).block_size
+        self._groups = vllm_cache.check_engine(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         self._transfer = transfer
@@ -76,23 +76,26 @@ class SchedulerHalf:
     def bind(self, manager: KVCacheManager) -> None:
         self._manager = manager
 
-    def greet_workers(self, handshakes: dict[int, RankHandshake]) -> None:
-        """All ranks have registered their pages: everything a role needs is known now.
+    def greet_workers(self, handshakes: dict[tuple[int, int], RankHandshake]) -> None:
+        """All workers, by (pipeline stage, rank), have registered their pages: all that a role needs is known now.
 
         Raises:
             ConfigError: a key file cannot be read.
         """
         ranks = [handshakes[rank] for rank in sorted(handshakes)]
+        shape = vllm_cache.join_stages(
+            [handshakes[stage, rank].shape for stage, rank in sorted(handshakes) if not rank]
+        )
         assert self._manager is not None
         if self._transfer.is_kv_producer:
             hello = HelloReply(
                 engine=self._engine_id,
                 generation=secrets.token_hex(8),
-                shape=ranks[0].shape,
+                shape=shape,
                 controls=[ControlEndpoint(endpoint=rank.control, generation=rank.generation) for rank in ranks],
                 data_parallel_rank=vllm_compat.data_parallel_rank(self._engine_id),
             )
-            self._prefill = PrefillSide(hello, self._block_size, self._tally, self._timeline, self._clock)
+            self._prefill = PrefillSide(hello, self._groups, self._tally, self._timeline, self._clock)
             self._prefill.bind(self._manager)
         if self._transfer.is_kv_consumer and self._config.prefillers:
             model = vllm_compat.served_name(self._vllm_config)
@@ -100,7 +103,7 @@ class SchedulerHalf:
                 self._config,
                 engine_id=self._engine_id,
                 model=model,
-                shape=ranks[0].shape,
+                shape=shape,
                 key=load_key(self._config.control_key_file),
                 timeline=self._timeline,
             )
@@ -109,8 +112,8 @@ class SchedulerHalf:
                 engine_id=self._engine_id,
                 generation=secrets.token_hex(8),
                 model=model,
-                tp_size=len(ranks),
-                block_size=self._block_size,
+                geometry=shape.geometry(),
+                windows=[group.window for group in self._groups],
                 ranks=[
                     DecoderRank(descriptor=base64.b64encode(rank.descriptor).decode(), pages=rank.pages)
                     for rank in ranks
@@ -144,7 +147,7 @@ class SchedulerHalf:
         if self._decode is None or self._is_prefill(request):
             return
         if num_external_tokens > 0:
-            self._decode.reserve(request, block_ids[0], num_external_tokens)
+            self._decode.reserve(request, self._moving(block_ids), num_external_tokens)
         else:
             self._decode.prefill_here(request)
 
@@ -194,6 +197,10 @@ class SchedulerHalf:
         if self._dispatcher is not None:
             self._dispatcher.close()
         self._timeline.close()
+
+    def _moving(self, block_ids: tuple[list[int], ...]) -> list[list[int]]:
+        """The blocks of the groups whose pages move."""
+        return [block_ids[group.index] for group in self._groups]
 
     def _is_prefill(self, request: Request) -> bool:
         """Whether another engine's dispatch or greeting is being served here: never dispatched on."""

@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_pd_connector.geometry.page_table import PageTable
+from vllm_pd_connector.plan.extent import Span
 from vllm_pd_connector.plan.write import ChunkWrite
 from vllm_pd_connector.wire.compatibility import CacheShape
 from vllm_pd_connector.wire.messages import Reservation
@@ -16,10 +17,16 @@ from vllm_pd_connector.wire.messages import Reservation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeginTransfer:
-    """Prefiller: a reservation whose first pages are about to be computed; `lease_s` is what is left of its lease."""
+    """Prefiller: a reservation whose first pages are about to be computed.
+
+    Attributes:
+        lease_s: what is left of its lease.
+        layers: names of all the engine's layers, in the order of the decoder's tables; empty when each rank has all.
+    """
 
     reservation: Reservation
     lease_s: float
+    layers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +46,11 @@ class CloseTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectTransfer:
-    """Decoder: pages for this request may arrive from now on."""
+    """Decoder: pages for this request may arrive from now on; `spans` are the wanted tokens of each cache group."""
 
     transfer_id: str
     request_id: str
-    num_pages: int
-    src_tp: int
+    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,24 +1,20 @@
-"""Every access to vLLM that depends on its version, with the range it was checked on: vLLM 0.32 and 0.33."""
+"""Every access to vLLM's scheduler and requests that depends on its version, checked on vLLM 0.32 and 0.33.
+
+What depends on the version of its KV cache is in `vllm_cache`.
+"""
 
 from __future__ import annotations
 
-import json
-import platform
 import re
 from importlib.metadata import PackageNotFoundError, version
 from logging import getLogger
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from vllm_pd_connector.errors import UnsupportedEngine
-from vllm_pd_connector.geometry.page_table import PageTable
-from vllm_pd_connector.wire.compatibility import CacheShape
-from vllm_pd_connector.wire.version import PROTOCOL_VERSION
 
 logger = getLogger(__name__)
 
@@ -27,12 +23,10 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
 MIN_VLLM = (0, 32)
 END_VLLM = (0, 34)
-NEEDED_LAYOUT = "LBHNC"
 
 
 def check_version() -> None:
@@ -51,114 +45,6 @@ def check_version() -> None:
             return
         raise UnsupportedEngine(f"vLLM {found} is installed; this vllm_pd_connector supports vllm>=0.32,<0.34")
     raise UnsupportedEngine("vLLM is not installed; this vllm_pd_connector supports vllm>=0.32,<0.34")
-
-
-def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> FullAttentionSpec:
-    """The one KV-cache specification of the engine.
-
-    Raises:
-        UnsupportedEngine: layout, cache groups or parallelism this release cannot move pages for.
-    """
-    layout = vllm_config.cache_config.kv_cache_layout
-    name = getattr(layout, "name", layout)
-    if name not in (NEEDED_LAYOUT, "HND", None):
-        raise UnsupportedEngine(
-            f"the attention backend resolved KV layout {name}; pages can be written directly only in "
-            f"{NEEDED_LAYOUT} (HND). Unset VLLM_KV_CACHE_LAYOUT or choose another attention backend."
-        )
-    specs = [kv_cache_config.kv_cache_groups[i].kv_cache_spec for i in kv_cache_config.transfer_group_ids]
-    if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec):
-        kinds = ", ".join(type(spec).__name__ for spec in specs)
-        raise UnsupportedEngine(f"KV cache groups [{kinds}]: one full-attention or MLA group is supported")
-    parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
-        raise UnsupportedEngine("pipeline_parallel_size and decode_context_parallel_size must be 1 in this release")
-    return specs[0]
-
-
-def cache_shape(
-    vllm_config: VllmConfig, spec: FullAttentionSpec, layer_names: Sequence[str], slot_bytes: int
-) -> CacheShape:
-    """What peers compare with theirs."""
-    model = vllm_config.model_config
-    parallel = vllm_config.parallel_config
-    speculative = vllm_config.speculative_config
-    return CacheShape(
-        protocol=PROTOCOL_VERSION,
-        architecture=",".join(model.architectures or ["unknown"]),
-        model_config=_model_numbers(model.hf_text_config),
-        quantization=str(model.quantization or "none"),
-        dtype=str(model.dtype),
-        cache_dtype=str(spec.dtype),
-        attention=_attention_name(vllm_config),
-        layout=NEEDED_LAYOUT,
-        block_size=spec.block_size,
-        slot_bytes=slot_bytes,
-        num_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
-        layers=" ".join(layer_names),
-        speculative=str(speculative.method) if speculative else "none",
-        tensor_parallel_size=parallel.tensor_parallel_size,
-        pipeline_parallel_size=parallel.pipeline_parallel_size,
-    )
-
-
-def _model_numbers(config: Any) -> str:
-    """The configuration's plain values that shape the computation, as sorted JSON."""
-    left_out = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures", "use_cache")
-    plain = {k: v for k, v in config.to_dict().items() if k not in left_out and not k.endswith("token_id")}
-    return json.dumps(plain, sort_keys=True, default=str)
-
-
-def _attention_name(vllm_config: VllmConfig) -> str:
-    backend = getattr(vllm_config.attention_config, "backend", None)
-    name = getattr(backend, "name", None) or "auto"
-    if vllm_config.device_config.device_type != "cpu":
-        return name
-    # CPU pages are packed for the instruction set, so it has to be equal as well.
-    return f"{name} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-
-
-def page_table(kv_caches: dict[str, torch.Tensor], num_blocks: int) -> tuple[list[str], PageTable, int]:
-    """The rank's pages, from the per-layer views `[num_blocks * ratio, heads, tokens, content]` vLLM hands out.
-
-    Returns:
-        Layer names in order without aliases of the same memory, the table, and the bytes of one head's slot.
-
-    Raises:
-        UnsupportedEngine: pages are not contiguous or layers differ in shape.
-    """
-    owned: dict[int, str] = {}
-    for name, view in kv_caches.items():
-        owned.setdefault(view.data_ptr(), name)
-    names = list(owned.values())
-    first = kv_caches[names[0]]
-    ratio = first.shape[0] // num_blocks
-    itemsize = first.element_size()
-    page_bytes = ratio * first.shape[1:].numel() * itemsize
-    block_stride = ratio * first.stride(0) * itemsize
-    for name in names:
-        view = kv_caches[name]
-        if view.shape != first.shape or view.stride() != first.stride() or not view[0].is_contiguous():
-            raise UnsupportedEngine(
-                f"KV of layer {name} has shape {tuple(view.shape)} strides {view.stride()}; "
-                f"every layer must match {names[0]}: {tuple(first.shape)} {first.stride()}, pages contiguous"
-            )
-    if ratio > 1 and block_stride != page_bytes:
-        raise UnsupportedEngine(f"{ratio} kernel blocks of one block are not adjacent in memory")
-    storage = first.untyped_storage()
-    device = first.device
-    table = PageTable(
-        base=storage.data_ptr(),
-        size_bytes=storage.nbytes(),
-        device_id=device.index or 0,
-        memory="DRAM" if device.type == "cpu" else "VRAM",
-        num_blocks=num_blocks,
-        page_bytes=page_bytes,
-        block_stride=block_stride,
-        layer_offsets=[kv_caches[name].data_ptr() - storage.data_ptr() for name in names],
-    )
-    table.check()
-    return names, table, first.shape[3] * itemsize
 
 
 def data_parallel_rank(engine_id: str) -> int | None:

@@ -17,13 +17,15 @@ import torch
 
 from vllm_pd_connector.control.fence_server import FenceServer
 from vllm_pd_connector.control.keys import load_key
-from vllm_pd_connector.engine import vllm_compat
+from vllm_pd_connector.engine import vllm_cache
 from vllm_pd_connector.engine.layer_signal import LayerSignal, make_signal
 from vllm_pd_connector.engine.messenger import Messenger
 from vllm_pd_connector.engine.rank_placement import pin_this_thread, rank_placement
 from vllm_pd_connector.engine.receiver import Receiver
 from vllm_pd_connector.engine.step import RankHandshake, StepMetadata, WorkerReport
+from vllm_pd_connector.engine.worker_rank import WorkerRank
 from vllm_pd_connector.engine.writer import Writer
+from vllm_pd_connector.errors import UnsupportedEngine
 from vllm_pd_connector.telemetry.counters import Tally
 from vllm_pd_connector.telemetry.timeline import open_timeline
 
@@ -49,6 +51,7 @@ class WorkerHalf:
     vllm_config: the engine's.
     kv_cache_config: the engine's.
     rank: tensor-parallel rank.
+    pp_rank: pipeline stage.
     open_transport: makes the rank's transport from a unique name and the place of the rank's GPU.
     """
 
@@ -59,17 +62,20 @@ class WorkerHalf:
         kv_cache_config: KVCacheConfig,
         *,
         rank: int,
+        pp_rank: int = 0,
         open_transport: Callable[[str, Placement], Transport],
     ) -> None:
         self._config = config
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._rank = rank
+        self._tp_rank = rank
+        self._pp_rank = pp_rank
+        self._rank = pp_rank * vllm_config.parallel_config.tensor_parallel_size + rank
         self._generation = secrets.token_hex(8)
         self._open_transport = open_transport
         self._tally = Tally()
         role = str(vllm_config.kv_transfer_config.kv_role).removeprefix("kv_")
-        self._timeline = open_timeline(config.timeline_dir, f"worker-{role}-{rank}")
+        self._timeline = open_timeline(config.timeline_dir, f"worker-{role}-{self._rank}")
         self._layers: dict[str, int] = {}
         self._signal: LayerSignal | None = None
         self._layer_bytes = 0
@@ -84,32 +90,35 @@ class WorkerHalf:
             UnsupportedEngine: the pages cannot be moved by this transport.
             ConfigError: the control address or key is unusable.
         """
-        spec = vllm_compat.check_engine(self._vllm_config, self._kv_cache_config)
-        names, self._pages, slot_bytes = vllm_compat.page_table(kv_caches, self._kv_cache_config.num_blocks)
-        self._layers = {name: index for index, name in enumerate(names)}
-        self._shape = vllm_compat.cache_shape(self._vllm_config, spec, names, slot_bytes)
+        groups = vllm_cache.check_engine(self._vllm_config, self._kv_cache_config)
+        pages = vllm_cache.page_table(kv_caches, self._kv_cache_config)
+        self._pages = pages.table
+        self._layers = {name: index for index, name in enumerate(pages.names)}
+        self._shape = vllm_cache.cache_shape(self._vllm_config, self._kv_cache_config, pages, groups)
+        rank = WorkerRank(
+            tp_rank=self._tp_rank,
+            pp_rank=self._pp_rank,
+            pages=pages.table,
+            geometry=self._shape.geometry(),
+            layers=pages.names,
+            groups=pages.groups,
+            num_groups=len(groups),
+        )
+        if rank.geometry.page(rank.tp_rank).page_bytes != self._pages.page_bytes:
+            raise UnsupportedEngine(
+                f"pages of {self._pages.page_bytes} B, but {self._shape.num_kv_heads} KV heads over "
+                f"{self._shape.tensor_parallel_size} ranks make {rank.geometry.page(rank.tp_rank).page_bytes} B"
+            )
         device = next(iter(kv_caches.values())).device
         self._device_type = device.type
         placement = rank_placement(device)
         self._transport = self._open_transport(f"pd-{self._generation}-{self._rank}", placement)
         self._transport.register(self._pages)
         self._writer = Writer(
-            self._transport,
-            self._pages,
-            rank=self._rank,
-            verify=self._config.verify_pages,
-            tally=self._tally,
-            timeline=self._timeline,
+            self._transport, rank, verify=self._config.verify_pages, tally=self._tally, timeline=self._timeline
         )
         self._receiver = Receiver(
-            self._transport,
-            self._pages,
-            rank=self._rank,
-            dst_tp=self._shape.tensor_parallel_size,
-            num_kv_heads=self._shape.num_kv_heads,
-            max_parked=self._config.max_parked,
-            tally=self._tally,
-            timeline=self._timeline,
+            self._transport, rank, max_parked=self._config.max_parked, tally=self._tally, timeline=self._timeline
         )
         self._messenger = Messenger(
             [self._writer, self._receiver],
@@ -144,7 +153,7 @@ class WorkerHalf:
         self._signal = None
         if orders.writes:
             self._signal = make_signal(self._device_type, self._pages.num_layers)
-            self._layer_bytes = self._pages.page_bytes * sum(len(write.src_blocks) for write in orders.writes)
+            self._layer_bytes = self._pages.page_bytes * sum(write.max_pages for write in orders.writes)
             self._ready_bytes = 0
         for action in self._actions(orders, self._signal):
             self._messenger.submit(action)
@@ -228,7 +237,7 @@ class WorkerHalf:
         parallel = self._vllm_config.parallel_config
         port = self._config.control_port
         if port:
-            port += parallel.data_parallel_index * parallel.tensor_parallel_size + self._rank
+            port += parallel.data_parallel_index * parallel.world_size + self._rank
         key = load_key(self._config.control_key_file)
         if key is None and not self._config.advertise_host.startswith(("127.", "localhost", "::1")):
             logger.warning(

@@ -4,22 +4,23 @@ Grain: at each turn all layers that became ready since the last one go out in on
 wakes the writer when `min_write_bytes` are ready, so short steps travel in one write and long ones layer by layer.
 """
 
-import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from logging import getLogger
 from typing import Any
 
+from vllm_pd_connector.engine.digests import signature
 from vllm_pd_connector.engine.layer_signal import LayerSignal
 from vllm_pd_connector.engine.ledger import Ledger
+from vllm_pd_connector.engine.links import Link, Links
 from vllm_pd_connector.engine.outgoing import Outgoing, WhenQuiet
 from vllm_pd_connector.engine.step import BeginTransfer, CloseTransfer
-from vllm_pd_connector.errors import OutOfRegion, PeerLost
-from vllm_pd_connector.geometry.page_table import PageTable
+from vllm_pd_connector.engine.worker_rank import WorkerRank
+from vllm_pd_connector.errors import ConfigError, OutOfRegion, PeerLost
 from vllm_pd_connector.lifecycle.outgoing import OutgoingEvent, OutgoingState
-from vllm_pd_connector.plan.write import BoundWrite, ChunkWrite, bind
+from vllm_pd_connector.plan.write import BoundWrite, ChunkWrite, Granules, bind, join, select
 from vllm_pd_connector.telemetry.counters import Tally
 from vllm_pd_connector.telemetry.timeline import Timeline
 from vllm_pd_connector.transport.base import Transport, WriteStatus
@@ -28,19 +29,20 @@ from vllm_pd_connector.wire.messages import FailureNote, Quiet, Standing, WriteN
 
 logger = getLogger(__name__)
 
-DIGEST_BYTES = 8
 
+@dataclass(slots=True)
+class _Write:
+    """A chunk write, and its granules for each link and cache group, worked out when its first layer is posted."""
 
-def page_digest(page: bytes) -> bytes:
-    """The digest that `verify_pages` compares."""
-    return hashlib.blake2b(page, digest_size=DIGEST_BYTES).digest()
+    chunk: ChunkWrite
+    granules: dict[Link, list[Granules]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Step:
     """Chunk writes of one forward pass and the signal that releases their layers."""
 
-    writes: list[ChunkWrite]
+    writes: list[_Write]
     signal: LayerSignal
     num_layers_left: int
 
@@ -48,9 +50,14 @@ class _Step:
 @dataclass(slots=True)
 class _Posted:
     outgoing: Outgoing
+    link: Link
     handle: Any
-    num_units: int
+    bound: BoundWrite
     layers: Sequence[int]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.bound.num_pages * self.link.route.spot_bytes
 
 
 @dataclass(slots=True)
@@ -64,8 +71,7 @@ class Writer:
 
     Args:
         transport: the rank's endpoint.
-        pages: the rank's own pages.
-        rank: the rank, which is also the decoder rank it writes to (equal shapes).
+        rank: the worker.
         verify: send a digest of each page along.
         tally: counters.
         timeline: moments.
@@ -75,22 +81,23 @@ class Writer:
     def __init__(
         self,
         transport: Transport,
-        pages: PageTable,
+        rank: WorkerRank,
         *,
-        rank: int,
         verify: bool,
         tally: Tally,
         timeline: Timeline,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._transport = transport
-        self._pages = pages
+        self._pages = rank.pages
         self._rank = rank
+        self._sender = rank.number
         self._verify = verify
         self._tally = tally
         self._timeline = timeline
         self._clock = clock
         self._ledger = Ledger()
+        self._links = Links(transport, rank.pages, rank.geometry, rank.tp_rank)
         self._steps: list[_Step] = []
         self._posted: list[_Posted] = []
         self._drains: list[_Drain] = []
@@ -106,25 +113,24 @@ class Writer:
         reservation = order.reservation
         transfer_id = reservation.transfer_id
         if self._ledger.is_fenced(transfer_id):
-            self._ledger.add(Outgoing(transfer_id, None, state=OutgoingState.CANCELLED))
+            self._ledger.add(Outgoing(transfer_id, state=OutgoingState.CANCELLED))
             return
-        outgoing = Outgoing(transfer_id, None)
+        outgoing = Outgoing(transfer_id, dst_layers=self._rank.layers_among(order.layers))
         self._ledger.add(outgoing)
         self._ledger.leases.arm(transfer_id, self._clock() + order.lease_s)
         try:
-            target = reservation.ranks[self._rank]
-            outgoing.peer = self._ledger.peer(target, self._transport)
-        except (PeerLost, OutOfRegion, IndexError, ValueError) as error:
-            self._give_up(outgoing, f"decoder rank {self._rank} cannot be reached: {error}")
+            outgoing.links = self._links.to(reservation)
+        except (PeerLost, OutOfRegion, ConfigError, IndexError, ValueError) as error:
+            self._give_up(outgoing, f"the decoder cannot be reached from rank {self._sender}: {error}")
 
     def start_step(self, writes: list[ChunkWrite], signal: LayerSignal) -> None:
         """Take over the pages a forward pass will complete."""
-        live: list[ChunkWrite] = []
+        live: list[_Write] = []
         for write in writes:
             outgoing = self._ledger.get(write.transfer_id)
             if outgoing is not None and outgoing.may_post:
                 outgoing.num_unposted += 1
-                live.append(write)
+                live.append(_Write(write))
         if live:
             self._steps.append(_Step(live, signal, self._pages.num_layers))
 
@@ -132,7 +138,7 @@ class Writer:
         """The scheduler half is done with a transfer; it is reported once quiet."""
         outgoing = self._ledger.get(order.transfer_id)
         if outgoing is None:
-            outgoing = Outgoing(order.transfer_id, None, state=OutgoingState.CANCELLED)
+            outgoing = Outgoing(order.transfer_id, state=OutgoingState.CANCELLED)
             self._ledger.add(outgoing)
         outgoing.report_as = order.request_id if order.report else None
         if order.cancel:
@@ -180,7 +186,7 @@ class Writer:
         self._steps = [step for step in self._steps if step.num_layers_left]
         if self._posted:
             self._poll_posted()
-        for peer in self._ledger.take_distrusted({id(posted.outgoing.peer) for posted in self._posted}):
+        for peer in self._links.take_distrusted({id(posted.link.peer) for posted in self._posted}):
             self._transport.disconnect(peer)
         self._settle()
 
@@ -191,42 +197,54 @@ class Writer:
         layers = [layer for layer, _ in ready]
         step.num_layers_left -= len(layers)
         for write in step.writes:
-            outgoing = self._ledger.get(write.transfer_id)
+            outgoing = self._ledger.get(write.chunk.transfer_id)
             if outgoing is None or not outgoing.may_post:
                 continue
             for layer, at_ns in ready:
-                self._timeline.mark(write.transfer_id, "layer_computed", layer=layer, at_ns=at_ns, rank=self._rank)
+                self._timeline.mark(outgoing.transfer_id, "layer_computed", layer=layer, at_ns=at_ns, rank=self._sender)
             try:
-                self._post(outgoing, write, layers)
+                for link in outgoing.links:
+                    self._post(outgoing, link, write, layers)
             except (PeerLost, OutOfRegion) as error:
-                self._ledger.distrust(outgoing.peer)
+                for link in outgoing.links:
+                    self._links.distrust(link.peer)
                 outgoing.is_clean &= isinstance(error, OutOfRegion)  # some of its pages may be on the wire
                 self._give_up(outgoing, str(error))
                 continue
             if not step.num_layers_left:
                 outgoing.num_unposted -= 1
 
-    def _post(self, outgoing: Outgoing, write: ChunkWrite, layers: list[int]) -> None:
-        assert outgoing.peer is not None
-        bound = bind(write, layers, self._pages, outgoing.peer.pages)
+    def _post(self, outgoing: Outgoing, link: Link, write: _Write, layers: list[int]) -> None:
+        """Post what one decoder rank gets of these layers; nothing if other ranks send it that."""
+        route, pages = link.route, link.peer.pages
+        if link not in write.granules:
+            write.granules[link] = [
+                select(group, route, outgoing.transfer_id, self._pages, pages) for group in write.chunk.groups
+            ]
+        parts: list[BoundWrite] = []
+        for group, granules in enumerate(write.granules[link]):
+            rows = [layer for layer in layers if self._rank.groups[layer] == group]
+            if rows and granules.num_tokens:
+                targets = [outgoing.dst_layers[layer] for layer in rows]
+                parts.append(bind(granules, route, self._pages, pages, src_layers=rows, dst_layers=targets))
+        if not parts:
+            return
+        bound = join(parts)
         note = WriteNote(
             transfer_id=outgoing.transfer_id,
-            sender=self._rank,
+            sender=self._sender,
             seq=outgoing.next_seq(),
-            units=bound.num_units,
-            digests=self._digests(bound) if self._verify else b"",
-            layers=layers if self._verify else [],
-            blocks=list(write.dst_blocks) if self._verify else [],
+            units=bound.units,
+            pages=bound.num_pages,
+            **(signature(self._transport, bound, route, self._pages, pages) if self._verify else {}),
         )
-        self._timeline.mark(outgoing.transfer_id, "write_posted", layers=layers, seq=note.seq, rank=self._rank)
-        handle = self._transport.post_write(outgoing.peer, bound, encode(note))
+        self._timeline.mark(
+            outgoing.transfer_id, "write_posted", layers=layers, seq=note.seq, rank=self._sender, to=route.dst_rank
+        )
+        handle = self._transport.post_write(link.lane, bound, encode(note))
         self._tally.add("writes")
         outgoing.num_in_flight += 1
-        self._posted.append(_Posted(outgoing, handle, bound.num_units, layers))
-
-    def _digests(self, bound: BoundWrite) -> bytes:
-        pairs = (divmod(page, self._pages.num_blocks) for page in bound.src_pages.tolist())
-        return b"".join(page_digest(self._transport.read_page(layer, block)) for layer, block in pairs)
+        self._posted.append(_Posted(outgoing, link, handle, bound, layers))
 
     def _poll_posted(self) -> None:
         still: list[_Posted] = []
@@ -254,19 +272,20 @@ class Writer:
         if status is not WriteStatus.DONE:
             self._tally.add("write_failures")
             outgoing.is_clean = False
-            self._ledger.distrust(outgoing.peer)
+            self._links.distrust(posted.link.peer)
             if outgoing.may_post:
                 self._give_up(outgoing, f"a write of layers {list(posted.layers)} failed")
             return
-        outgoing.units += posted.num_units
-        self._tally.add("pages_written", posted.num_units)
-        self._tally.add("bytes_written", posted.num_units * self._pages.page_bytes)
+        outgoing.units += posted.bound.units
+        self._tally.add("pages_written", posted.bound.num_pages)
+        self._tally.add("descriptors_written", len(posted.bound.src_pieces))
+        self._tally.add("bytes_written", posted.num_bytes)
         self._timeline.mark(
             outgoing.transfer_id,
             "write_done",
             layers=list(posted.layers),
-            bytes=posted.num_units * self._pages.page_bytes,
-            rank=self._rank,
+            bytes=posted.num_bytes,
+            rank=self._sender,
         )
 
     def _settle(self) -> None:
@@ -287,7 +306,7 @@ class Writer:
     def _retire(self, outgoing: Outgoing) -> None:
         if outgoing.report_as is not None:
             self.sent.append(outgoing.report_as)
-        self._timeline.mark(outgoing.transfer_id, "quiet", units=outgoing.units, rank=self._rank)
+        self._timeline.mark(outgoing.transfer_id, "quiet", units=outgoing.units, rank=self._sender)
         self._ledger.drop(outgoing.transfer_id)
 
     def _cancel(self, outgoing: Outgoing) -> None:
@@ -298,14 +317,15 @@ class Writer:
 
     def _give_up(self, outgoing: Outgoing, reason: str) -> None:
         """Cancel for a reason the decoder should know at once."""
-        logger.warning("event=transfer_failed transfer=%s rank=%d reason=%s", outgoing.transfer_id, self._rank, reason)
+        logger.warning(
+            "event=transfer_failed transfer=%s rank=%d reason=%s", outgoing.transfer_id, self._sender, reason
+        )
         self.failures.append((outgoing.transfer_id, reason))
         self._ledger.note_failure(outgoing.transfer_id, reason)
         self._cancel(outgoing)
-        if outgoing.peer is None:
-            return
-        note = FailureNote(transfer_id=outgoing.transfer_id, sender=self._rank, reason=reason[:4096])
-        try:
-            self._transport.notify(outgoing.peer, encode(note))
-        except PeerLost as error:
-            logger.info("event=failure_note_lost transfer=%s reason=%s", outgoing.transfer_id, error)
+        note = encode(FailureNote(transfer_id=outgoing.transfer_id, sender=self._sender, reason=reason[:4096]))
+        for link in outgoing.links:
+            try:
+                self._transport.notify(link.peer, note)
+            except PeerLost as error:
+                logger.info("event=failure_note_lost transfer=%s reason=%s", outgoing.transfer_id, error)

@@ -1,10 +1,14 @@
-"""All pages of one rank as plain integers: which bytes hold (layer, block). Pure."""
+"""All pages of one rank as plain integers: which bytes hold (layer, block), or a piece of such a page. Pure."""
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Final, Literal
 
 import msgspec
 
 from vllm_pd_connector.errors import OutOfRegion
+
+MAX_PIECES: Final = 2**31 - 1
+"""Descriptor indices are int32."""
 
 
 class PageTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,10 +54,6 @@ class PageTable(msgspec.Struct, frozen=True, kw_only=True):
             if offset < 0 or offset + span > self.size_bytes:
                 raise OutOfRegion(f"layer {layer}: bytes {offset}..{offset + span} of a region of {self.size_bytes} B")
 
-    def page_index(self, layer: int, block: int) -> int:
-        """Number of a page in `rows` order; no bounds check (see `plan.bind`)."""
-        return layer * self.num_blocks + block
-
     def address(self, layer: int, block: int) -> int:
         """Absolute address of a page.
 
@@ -64,9 +64,57 @@ class PageTable(msgspec.Struct, frozen=True, kw_only=True):
             raise OutOfRegion(f"page (layer {layer}, block {block}) of {self.num_layers} x {self.num_blocks}")
         return self.base + self.layer_offsets[layer] + block * self.block_stride
 
+
+@dataclass(frozen=True, slots=True)
+class PageView:
+    """The same pieces of every page of a table, numbered as NIXL numbers the rows of a strided descriptor list.
+
+    Attributes:
+        pages: the table.
+        pieces: (offset within a page, length) of each piece.
+    """
+
+    pages: PageTable
+    pieces: tuple[tuple[int, int], ...]
+
+    def check(self) -> None:
+        """Raises:
+        OutOfRegion: a piece is not inside the page, or there are more pieces than NIXL can number.
+        """
+        if self.pages.num_layers * len(self.pieces) * self.pages.num_blocks > MAX_PIECES:
+            raise OutOfRegion(
+                f"{self.pages.num_layers} layers x {self.pages.num_blocks} blocks x {len(self.pieces)} pieces of a "
+                f"page: {MAX_PIECES} can be numbered"
+            )
+        for offset, length in self.pieces:
+            if offset < 0 or length < 1 or offset + length > self.pages.page_bytes:
+                raise OutOfRegion(f"bytes {offset}..{offset + length} of a page of {self.pages.page_bytes} B")
+
+    def number(self, layer: int, block: int, piece: int = 0) -> int:
+        """Number of a piece; no bounds check (see `plan.bind`)."""
+        return (layer * len(self.pieces) + piece) * self.pages.num_blocks + block
+
+    def locate(self, number: int) -> tuple[int, int]:
+        """Absolute address and length of a piece.
+
+        Raises:
+            OutOfRegion: there is no such piece.
+        """
+        row, block = divmod(number, self.pages.num_blocks)
+        layer, piece = divmod(row, len(self.pieces))
+        offset, length = self.pieces[piece]
+        return self.pages.address(layer, block) + offset, length
+
     def rows(self) -> list[tuple[int, int, int, int, int]]:
-        """One (address, length, device, stride, count) row for each layer: NIXL's strided descriptor list."""
+        """One (address, length, device, stride, count) row for each piece of each layer."""
+        pages = self.pages
         return [
-            (self.base + offset, self.page_bytes, self.device_id, self.block_stride, self.num_blocks)
-            for offset in self.layer_offsets
+            (pages.base + start + offset, length, pages.device_id, pages.block_stride, pages.num_blocks)
+            for start in pages.layer_offsets
+            for offset, length in self.pieces
         ]
+
+
+def whole_pages(pages: PageTable) -> PageView:
+    """Every page as one piece."""
+    return PageView(pages, ((0, pages.page_bytes),))

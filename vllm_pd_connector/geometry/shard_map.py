@@ -11,16 +11,16 @@ from vllm_pd_connector.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSlice:
-    """Part of a page that one source rank writes to one destination rank.
+    """Part of a destination page that comes from one source rank, or from any of several that hold the same.
 
     Attributes:
-        src_rank: prefiller rank.
+        src_ranks: prefiller ranks that hold these heads; they take turns, page by page (see `chosen_replica`).
         src_head: first head, counted within the source page.
         dst_head: first head, counted within the destination page.
         num_heads: consecutive heads.
     """
 
-    src_rank: int
+    src_ranks: range
     src_head: int
     dst_head: int
     num_heads: int
@@ -43,23 +43,35 @@ def owned_heads(rank: int, tp_size: int, num_kv_heads: int) -> range:
     )
 
 
-def sources(dst_rank: int, *, src_tp: int, dst_tp: int, num_kv_heads: int) -> list[HeadSlice]:
-    """The slices that together fill every page of `dst_rank` exactly once, in head order.
+def holders(head: int, tp_size: int, num_kv_heads: int) -> range:
+    """The ranks that hold a head."""
+    if num_kv_heads % tp_size == 0:
+        rank = head // (num_kv_heads // tp_size)
+        return range(rank, rank + 1)
+    replicas = tp_size // num_kv_heads
+    return range(head * replicas, (head + 1) * replicas)
 
-    Where several source ranks hold the same head, equal sides pair rank with rank and others take the first holder;
-    striping over replicas belongs to unequal shapes.
-    """
+
+def sources(dst_rank: int, *, src_tp: int, dst_tp: int, num_kv_heads: int) -> list[HeadSlice]:
+    """The slices that together fill every page of `dst_rank` exactly once, in head order."""
     wanted = owned_heads(dst_rank, dst_tp, num_kv_heads)
-    if src_tp == dst_tp:
-        return [HeadSlice(src_rank=dst_rank, src_head=0, dst_head=0, num_heads=len(wanted))]
     slices: list[HeadSlice] = []
     head = wanted.start
     while head < wanted.stop:
-        src_rank = next(r for r in range(src_tp) if head in owned_heads(r, src_tp, num_kv_heads))
-        owned = owned_heads(src_rank, src_tp, num_kv_heads)
+        ranks = holders(head, src_tp, num_kv_heads)
+        owned = owned_heads(ranks.start, src_tp, num_kv_heads)
         count = min(owned.stop, wanted.stop) - head
         slices.append(
-            HeadSlice(src_rank=src_rank, src_head=head - owned.start, dst_head=head - wanted.start, num_heads=count)
+            HeadSlice(src_ranks=ranks, src_head=head - owned.start, dst_head=head - wanted.start, num_heads=count)
         )
         head += count
     return slices
+
+
+def first_replica(transfer_id: str, dst_rank: int) -> int:
+    """Where the turns of the replicas begin: spread over transfers, and over the destinations of one transfer.
+
+    Replica `(first_replica(...) + position) % len(src_ranks)` sends the page at that position of the prompt to
+    `dst_rank`. Both sides can compute it, and one long prompt is striped over all replicas.
+    """
+    return int(transfer_id[:8], 16) + dst_rank

@@ -1,19 +1,21 @@
 """How many units a decoder rank must see before a request may run (law 5). Pure.
 
-A unit is one slice of one page of one layer: what one source rank writes of it. Chunking and merging on the prefiller
-change how many writes and notifications carry the units, never their number.
+A unit is the KV of one token of one head in one layer. Whatever the prefiller's shape, its chunks and its merging are,
+each unit comes from exactly one of its ranks; so the number follows from the decoder's side alone, and is known before
+a prefiller has been chosen.
 """
 
-from vllm_pd_connector.geometry.shard_map import sources
+from collections.abc import Sequence
+
+from vllm_pd_connector.plan.extent import Span
 
 
-def expected_units(
-    dst_rank: int, *, num_layers: int, num_pages: int, src_tp: int, dst_tp: int, num_kv_heads: int
-) -> int:
-    """Units that `dst_rank` waits for, over all source ranks."""
-    return num_layers * num_pages * len(sources(dst_rank, src_tp=src_tp, dst_tp=dst_tp, num_kv_heads=num_kv_heads))
+def expected_units(spans: Sequence[Span], *, layers: Sequence[int], num_heads: int) -> int:
+    """Units that fill the wanted tokens of one rank.
 
-
-def sent_units(*, num_layers: int, num_pages: int) -> int:
-    """Units that one source rank reports for one destination rank when it has written these pages."""
-    return num_layers * num_pages
+    Args:
+        spans: wanted tokens of each cache group.
+        layers: number of layers of each cache group.
+        num_heads: KV heads of the rank.
+    """
+    return num_heads * sum(len(span) * count for span, count in zip(spans, layers, strict=True))

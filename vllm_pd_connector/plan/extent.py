@@ -1,51 +1,52 @@
-"""Which pages of a prompt a transfer covers, and which of them a step completes. Pure."""
+"""Which tokens of a prompt a transfer covers, and which of them a step completes. Pure.
 
-from dataclasses import dataclass
+Everything is counted in tokens: the two sides may cut pages of different sizes. What moves at once is a granule, the
+tokens of the smaller of the two pages.
+"""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extent:
-    """The pages a decoder asked for, by position in the prompt.
-
-    Attributes:
-        first_page: position of the first page; those before it were prefix hits on the decoder and are shared.
-        num_pages: pages to write; the last may be partial.
-    """
-
-    first_page: int
-    num_pages: int
-
-    @property
-    def stop(self) -> int:
-        return self.first_page + self.num_pages
+from typing import NamedTuple
 
 
-def remote_extent(*, num_tokens: int, local_tokens: int, block_size: int) -> Extent:
-    """The pages that hold tokens `local_tokens .. num_tokens - 1`.
+class Span(NamedTuple):
+    """Tokens `start` to `stop - 1` of a prompt, in one cache group."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return max(0, self.stop - self.start)
+
+    def pages(self, block_size: int) -> range:
+        """Positions of the pages that hold these tokens; the first and the last may be partial."""
+        first = self.start // block_size
+        return range(first, -(-self.stop // block_size) if len(self) else first)
+
+
+def wanted_span(*, num_tokens: int, local_tokens: int, window: int | None = None) -> Span:
+    """The tokens whose KV a decoder will read and does not have.
 
     Args:
         num_tokens: tokens whose KV is wanted: the prompt without its last token.
-        local_tokens: leading tokens the decoder already has; a multiple of `block_size`.
-        block_size: tokens per page.
+        local_tokens: leading tokens the decoder already has.
+        window: of a sliding-window group; the next token attends to itself and to `window - 1` tokens before it.
     """
-    first = local_tokens // block_size
-    return Extent(first_page=first, num_pages=-(-num_tokens // block_size) - first)
+    first_read = 0 if window is None else num_tokens + 1 - window
+    return Span(min(num_tokens, max(local_tokens, first_read)), num_tokens)
 
 
-def completed_pages(extent: Extent, *, sent_stop: int, computed_tokens: int, num_tokens: int, block_size: int) -> range:
-    """Positions that a step completes and that were not handed out before (law 4).
+def completed_span(wanted: Span, *, sent_stop: int, computed_tokens: int, num_tokens: int, granule: int) -> Span:
+    """The wanted tokens that a step completes and that were not handed out before (law 4).
 
-    A page counts as complete when all its slots are computed, or when the whole prompt is: so a partial last page goes
-    exactly once, at the end.
+    A granule counts as complete when all its tokens are computed, or when the whole prompt is: so a partial last one
+    goes exactly once, at the end.
 
     Args:
-        extent: the pages of the transfer.
-        sent_stop: position after the last page handed out so far (the high-water mark).
+        wanted: the tokens of the transfer.
+        sent_stop: token after the last one handed out so far (the high-water mark).
         computed_tokens: tokens whose KV is in memory after the step.
         num_tokens: tokens in the prefiller's prompt.
-        block_size: tokens per page.
+        granule: tokens that move at once.
     """
-    whole = computed_tokens >= num_tokens
-    stop = -(-num_tokens // block_size) if whole else computed_tokens // block_size
-    start = max(extent.first_page, sent_stop)
-    return range(start, max(start, min(stop, extent.stop)))
+    complete = num_tokens if computed_tokens >= num_tokens else computed_tokens - computed_tokens % granule
+    start = max(wanted.start, sent_stop)
+    return Span(start, max(start, min(complete, wanted.stop)))

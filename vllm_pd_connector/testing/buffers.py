@@ -39,6 +39,13 @@ class KvBuffer:
         start = self.table.address(layer, block) - self.table.base
         return self.array[start : start + self.table.page_bytes]
 
+    def pages(self) -> Bytes:
+        """A view `[layers, blocks, page_bytes]` of all pages."""
+        table = self.table
+        rows = self.array.reshape(table.num_layers, -1)[:, table.layer_offsets[0] :]
+        rows = rows[:, : table.num_blocks * table.block_stride]
+        return rows.reshape(table.num_layers, table.num_blocks, table.block_stride)[:, :, : table.page_bytes]
+
     def fill_random(self, seed: int) -> None:
         """Give every byte a value that the seed decides."""
         self.array[:] = np.random.default_rng(seed).integers(0, 256, self.array.size, dtype=np.uint8)

@@ -6,7 +6,7 @@ One thread, the messenger, calls everything except `register`, which runs once b
 from enum import Enum, auto
 from typing import Protocol
 
-from vllm_pd_connector.geometry.page_table import PageTable
+from vllm_pd_connector.geometry.page_table import PageTable, PageView
 from vllm_pd_connector.plan.write import BoundWrite
 
 
@@ -25,6 +25,10 @@ class Peer(Protocol):
     def pages(self) -> PageTable:
         """The remote rank's pages."""
         ...
+
+
+class Lane(Protocol):
+    """Prepared pieces of the local pages and of a peer's. Made by `Transport.open_lane`; opaque to callers."""
 
 
 class WriteHandle(Protocol):
@@ -54,8 +58,16 @@ class Transport(Protocol):
         """
         ...
 
-    def post_write(self, peer: Peer, write: BoundWrite, note: bytes) -> WriteHandle:
-        """Start copying local pages into the peer's; `note` is delivered once, after the bytes.
+    def open_lane(self, peer: Peer, src: PageView, dst: PageView) -> Lane:
+        """Prepare writes from pieces of the local pages to as many pieces of the peer's; it ends with the peer.
+
+        Raises:
+            PeerLost: the peer is gone.
+        """
+        ...
+
+    def post_write(self, lane: Lane, write: BoundWrite, note: bytes) -> WriteHandle:
+        """Start copying pieces; `note` is delivered once, after the bytes.
 
         Raises:
             PeerLost: the peer is gone; nothing was posted.

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from vllm_pd_connector.errors import PeerLost
-from vllm_pd_connector.geometry.page_table import PageTable
+from vllm_pd_connector.geometry.page_table import PageTable, PageView
 from vllm_pd_connector.plan.write import BoundWrite
 from vllm_pd_connector.transport.base import WriteStatus
 
@@ -38,8 +38,15 @@ class MemoryPeer:
 
 
 @dataclass(slots=True)
-class MemoryWrite:
+class MemoryLane:
     peer: MemoryPeer
+    src: PageView
+    dst: PageView
+
+
+@dataclass(slots=True)
+class MemoryWrite:
+    lane: MemoryLane
     write: BoundWrite
     note: bytes
     polls_left: int
@@ -75,10 +82,14 @@ class MemoryTransport:
             raise PeerLost(f"no endpoint {name!r} on this fabric")
         return MemoryPeer(name, pages)
 
-    def post_write(self, peer: MemoryPeer, write: BoundWrite, note: bytes) -> MemoryWrite:
+    def open_lane(self, peer: MemoryPeer, src: PageView, dst: PageView) -> MemoryLane:
+        return MemoryLane(peer, src, dst)
+
+    def post_write(self, lane: MemoryLane, write: BoundWrite, note: bytes) -> MemoryWrite:
+        peer = lane.peer
         if not peer.is_connected or self.fabric.find(peer.name) is None:
             raise PeerLost(f"endpoint {peer.name!r} has left")
-        handle = MemoryWrite(peer, write, note, self.polls_per_write)
+        handle = MemoryWrite(lane, write, note, self.polls_per_write)
         if not handle.polls_left:
             self._finish(handle)
         return handle
@@ -117,14 +128,15 @@ class MemoryTransport:
         self.fabric.leave(self.name)
 
     def _finish(self, handle: MemoryWrite) -> None:
-        target = self.fabric.find(handle.peer.name) if handle.peer.is_connected else None
+        lane = handle.lane
+        target = self.fabric.find(lane.peer.name) if lane.peer.is_connected else None
         if target is None:
             handle.status = WriteStatus.FAILED
             return
-        assert self.pages is not None
-        src_table, dst_table = self.pages, handle.peer.pages
-        for src, dst in zip(handle.write.src_pages.tolist(), handle.write.dst_pages.tolist(), strict=True):
-            source = src_table.address(*divmod(src, src_table.num_blocks))
-            ctypes.memmove(dst_table.address(*divmod(dst, dst_table.num_blocks)), source, src_table.page_bytes)
+        for src, dst in zip(handle.write.src_pieces.tolist(), handle.write.dst_pieces.tolist(), strict=True):
+            source, length = lane.src.locate(src)
+            address, room = lane.dst.locate(dst)
+            assert room == length, f"{length} B for a piece of {room} B"
+            ctypes.memmove(address, source, length)
         target._inbox.append(handle.note)
         handle.status = WriteStatus.DONE

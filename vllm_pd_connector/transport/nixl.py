@@ -8,14 +8,14 @@ import ctypes
 import itertools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t, nixlBind
 
 from vllm_pd_connector.errors import PeerLost, UnsupportedEngine
-from vllm_pd_connector.geometry.page_table import PageTable
+from vllm_pd_connector.geometry.page_table import PageTable, PageView
 from vllm_pd_connector.plan.write import BoundWrite
 from vllm_pd_connector.transport.base import WriteStatus
 
@@ -33,11 +33,20 @@ _unique = itertools.count()
 
 @dataclass(slots=True)
 class NixlPeer:
-    """A loaded remote agent and its prepared descriptor list."""
+    """A loaded remote agent and the descriptor lists prepared for it."""
 
     name: str
     pages: PageTable
-    dlist: Any
+    dlists: list[Any] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class NixlLane:
+    """Prepared descriptor lists of both sides, row for row."""
+
+    peer: NixlPeer
+    local: Any
+    remote: Any
 
 
 @dataclass(slots=True)
@@ -74,14 +83,13 @@ class NixlTransport:
             raise UnsupportedEngine(f"NIXL backend {backend} does not start: {error!r}. Set nixl_backend.") from error
         self._pages: PageTable | None = None
         self._registration: Any = None
-        self._dlist: Any = None
+        self._dlists: dict[tuple[tuple[int, int], ...], Any] = {}
 
     def register(self, pages: PageTable) -> None:
         try:
             self._registration = self._agent.register_memory(
                 [(pages.base, pages.size_bytes, pages.device_id, "")], pages.memory
             )
-            self._dlist = self._prepare("NIXL_INIT_AGENT", pages)
         except NIXL_ERRORS as error:
             raise UnsupportedEngine(
                 f"NIXL cannot register {pages.size_bytes} B of {pages.memory}: {error!r}"
@@ -95,18 +103,28 @@ class NixlTransport:
         try:
             name = self._agent.add_remote_agent(descriptor)
             name = name.decode() if isinstance(name, bytes) else name
-            return NixlPeer(name, pages, self._prepare(name, pages))
+            return NixlPeer(name, pages)
         except NIXL_ERRORS as error:
             raise PeerLost(f"agent descriptor of {len(descriptor)} B is not usable: {error!r}") from error
 
-    def post_write(self, peer: NixlPeer, write: BoundWrite, note: bytes) -> NixlWrite:
+    def open_lane(self, peer: NixlPeer, src: PageView, dst: PageView) -> NixlLane:
+        try:
+            if src.pieces not in self._dlists:
+                self._dlists[src.pieces] = self._prepare("NIXL_INIT_AGENT", src)
+            remote = self._prepare(peer.name, dst)
+        except NIXL_ERRORS as error:
+            raise PeerLost(f"{len(dst.pieces)} pieces of each page of {peer.name}: {error!r}") from error
+        peer.dlists.append(remote)
+        return NixlLane(peer, self._dlists[src.pieces], remote)
+
+    def post_write(self, lane: NixlLane, write: BoundWrite, note: bytes) -> NixlWrite:
         try:
             handle = self._agent.make_prepped_xfer(
-                "WRITE", self._dlist, write.src_pages, peer.dlist, write.dst_pages, note
+                "WRITE", lane.local, write.src_pieces, lane.remote, write.dst_pieces, note
             )
             return NixlWrite(handle, _STATUS[self._agent.transfer(handle, note)])
         except NIXL_ERRORS as error:
-            raise PeerLost(f"write to {peer.name}: {error!r}") from error
+            raise PeerLost(f"write to {lane.peer.name}: {error!r}") from error
 
     def poll(self, handle: NixlWrite) -> WriteStatus:
         if handle.status is WriteStatus.POSTED:
@@ -142,7 +160,8 @@ class NixlTransport:
 
     def disconnect(self, peer: NixlPeer) -> None:
         try:
-            peer.dlist.release()
+            for dlist in peer.dlists:
+                dlist.release()
             self._agent.remove_remote_agent(peer.name)
         except NIXL_ERRORS:
             pass  # already gone: that is what was asked for
@@ -150,10 +169,10 @@ class NixlTransport:
     def close(self) -> None:
         if self._registration is None:
             return
-        self._dlist.release()
+        for dlist in self._dlists.values():
+            dlist.release()
         self._agent.deregister_memory(self._registration)
         self._registration = None
 
-    def _prepare(self, agent_name: str, pages: PageTable) -> Any:
-        rows = np.asarray(pages.rows(), dtype=np.uint64)
-        return self._agent.prep_xfer_dlist(agent_name, rows, pages.memory)
+    def _prepare(self, agent_name: str, view: PageView) -> Any:
+        return self._agent.prep_xfer_dlist(agent_name, np.asarray(view.rows(), dtype=np.uint64), view.pages.memory)

@@ -4,12 +4,12 @@ Scripted by number and not by chance, so that a failing test fails again.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from vllm_pd_connector.geometry.page_table import PageTable
+from vllm_pd_connector.geometry.page_table import PageTable, PageView
 from vllm_pd_connector.plan.write import BoundWrite
 from vllm_pd_connector.transport.base import Transport, WriteStatus
 
@@ -44,20 +44,20 @@ class ScriptedTransport:
         self._faults = {fault.nth + i: fault.action for fault in faults for i in range(fault.count)}
         self._num_writes = 0
 
-    def post_write(self, peer: Any, write: BoundWrite, note: bytes) -> Any:
+    def post_write(self, lane: Any, write: BoundWrite, note: bytes) -> Any:
         action = self._faults.get(self._num_writes)
         self._num_writes += 1
         if action == "wrong_page":
-            other = np.array(write.src_pages, copy=True)
+            other = np.array(write.src_pieces, copy=True)
             other[0] = other[-1] if other[-1] != other[0] else other[0] + 1
-            return self._inner.post_write(peer, BoundWrite(src_pages=other, dst_pages=write.dst_pages), note)
+            return self._inner.post_write(lane, replace(write, src_pieces=other), note)
         if action == "drop":
             return _Stuck(WriteStatus.DONE)
         if action == "fail":
             return _Stuck(WriteStatus.FAILED)
         if action == "hang":
             return _Stuck(WriteStatus.POSTED)
-        return self._inner.post_write(peer, write, note)
+        return self._inner.post_write(lane, write, note)
 
     def poll(self, handle: Any) -> WriteStatus:
         return handle.status if isinstance(handle, _Stuck) else self._inner.poll(handle)
@@ -73,6 +73,9 @@ class ScriptedTransport:
 
     def connect(self, descriptor: bytes, pages: PageTable) -> Any:
         return self._inner.connect(descriptor, pages)
+
+    def open_lane(self, peer: Any, src: PageView, dst: PageView) -> Any:
+        return self._inner.open_lane(peer, src, dst)
 
     def notify(self, peer: Any, note: bytes) -> None:
         self._inner.notify(peer, note)

@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from vllm_pd_connector.geometry.cache_geometry import CacheGeometry
 from vllm_pd_connector.geometry.page_table import PageTable
 from vllm_pd_connector.wire.compatibility import CacheShape
 
@@ -21,6 +22,7 @@ Duration = Annotated[float, Meta(gt=0, le=86_400)]
 
 MAX_RANKS = 1024
 MAX_PAGES = 1 << 20
+MAX_GROUPS = 256
 
 
 class DecoderRank(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,9 +46,10 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
         decoder: engine id of the decoder.
         decoder_generation: its process.
         prefiller_generation: the process the decoder greeted; another one refuses.
-        first_page: position in the prompt of the first page to write.
-        blocks: decoder block of each page, in prompt order.
+        local_tokens: leading tokens of the prompt that the decoder has already.
+        blocks: for each cache group, the decoder's blocks for the tokens it wants (`plan.extent.wanted_span`).
         lease_s: seconds from receipt after which the prefiller must have stopped writing.
+        geometry: how the decoder's pages are cut.
         ranks: the decoder's workers in rank order.
     """
 
@@ -55,9 +58,12 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     decoder: ShortText
     decoder_generation: Hex16
     prefiller_generation: Hex16
-    first_page: Count
-    blocks: Annotated[list[Positive], Meta(min_length=1, max_length=MAX_PAGES)]
+    local_tokens: Count
+    blocks: Annotated[
+        list[Annotated[list[Positive], Meta(max_length=MAX_PAGES)]], Meta(min_length=1, max_length=MAX_GROUPS)
+    ]
     lease_s: Duration
+    geometry: CacheGeometry
     ranks: Annotated[list[DecoderRank], Meta(min_length=1, max_length=MAX_RANKS)]
 
 
@@ -97,7 +103,7 @@ class DispatchReply(msgspec.Struct, frozen=True, kw_only=True):
     """The prefiller's answer to a dispatch: `kv_transfer_params["pd_reply"]` of the response.
 
     Attributes:
-        pages: page positions handed to the writers; all of the reservation's unless `error` is set.
+        pages: decoder pages handed to the writers; all of the reservation's unless `error` is set.
         error: empty, or why nothing (more) will be written.
         declined: nothing was and nothing will be written for this reservation, so it needs no fence.
     """
@@ -115,19 +121,25 @@ class WriteNote(msgspec.Struct, frozen=True, array_like=True, tag=1):
         transfer_id: which transfer.
         sender: prefiller rank.
         seq: number of the write within (transfer, sender).
-        units: page slices the write carried.
-        digests: empty, or 8 bytes for each unit, in the order of `layers` x `blocks`.
-        layers: layer indices written (with digests only).
-        blocks: decoder blocks written (with digests only).
+        units: what the write carried (`plan.expectation`).
+        pages: parts of pages that those are, in single layers.
+        digests: empty, or 8 bytes for each of `pages`.
+        layers: layer of each of them (with digests only).
+        blocks: decoder block of each of them (with digests only).
+        spots: index into `pieces` of each of them (with digests only).
+        pieces: the (offset, length) runs that make up a part, for each kind of part (with digests only).
     """
 
     transfer_id: Hex32
     sender: Count
     seq: Count
     units: Positive
+    pages: Positive
     digests: bytes = b""
     layers: list[Count] = []
     blocks: list[Positive] = []
+    spots: list[Count] = []
+    pieces: list[list[tuple[Count, Positive]]] = []
 
 
 class FailureNote(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -155,7 +167,7 @@ class Quiet(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """A prefiller rank has stopped a transfer, and every write it posted is over.
 
     Attributes:
-        units: slices that were written.
+        units: what was written (`plan.expectation`).
         is_clean: False when a write failed: what it had on the wire may still land, within the transport's retry time.
     """
 

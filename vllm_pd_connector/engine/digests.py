@@ -1,0 +1,74 @@
+"""`verify_pages`: digests of the parts of pages a write carries, made by the sender and compared by the receiver."""
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.geometry.page_table import PageTable
+from vllm_pd_connector.plan.route import Route
+from vllm_pd_connector.plan.write import BoundWrite, PieceNumbers
+from vllm_pd_connector.transport.base import Transport
+from vllm_pd_connector.wire.messages import WriteNote
+
+DIGEST_BYTES = 8
+
+Pieces = tuple[tuple[int, int], ...]
+
+
+def digest(page: bytes, pieces: Pieces) -> bytes:
+    """The digest of some (offset, length) pieces of a page."""
+    made = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for offset, length in pieces:
+        made.update(page[offset : offset + length])
+    return made.digest()
+
+
+def signature(transport: Transport, bound: BoundWrite, route: Route, src: PageTable, dst: PageTable) -> dict[str, Any]:
+    """The fields of a `WriteNote` that let the receiver compare what it got."""
+    sources = [
+        digest(transport.read_page(layer, block), route.src_spot(spot))
+        for layer, block, spot in _parts(bound.src_pieces, route, src)
+    ]
+    layers, blocks, spots = (list(part) for part in zip(*_parts(bound.dst_pieces, route, dst), strict=True))
+    return {
+        "digests": b"".join(sources),
+        "layers": layers,
+        "blocks": blocks,
+        "spots": spots,
+        "pieces": [list(route.dst_spot(spot)) for spot in range(route.num_spots)],
+    }
+
+
+def compare(transport: Transport, note: WriteNote, pages: PageTable) -> list[tuple[int, int, bool]]:
+    """(layer, block, equal) of each part of a page that a note has a digest of.
+
+    Raises:
+        ProtocolError: the note names pages or pieces that there are not.
+    """
+    count = len(note.digests) // DIGEST_BYTES
+    fits = (
+        len(note.digests) == count * DIGEST_BYTES and len(note.layers) == len(note.blocks) == len(note.spots) == count
+    )
+    inside = (
+        fits
+        and all(layer < pages.num_layers for layer in note.layers)
+        and all(block < pages.num_blocks for block in note.blocks)
+        and all(spot < len(note.pieces) for spot in note.spots)
+        and all(offset + length <= pages.page_bytes for pieces in note.pieces for offset, length in pieces)
+    )
+    if not inside:
+        raise ProtocolError("the digests do not fit the pages they are said to be of")
+    expected = [note.digests[start : start + DIGEST_BYTES] for start in range(0, len(note.digests), DIGEST_BYTES)]
+    return [
+        (layer, block, digest(transport.read_page(layer, block), tuple(note.pieces[spot])) == want)
+        for layer, block, spot, want in zip(note.layers, note.blocks, note.spots, expected, strict=True)
+    ]
+
+
+def _parts(pieces: PieceNumbers, route: Route, pages: PageTable) -> Iterator[tuple[int, int, int]]:
+    """(layer, block, spot) of each granule, from the number of its first piece."""
+    for number in pieces[:: route.pieces_per_spot].tolist():
+        row, block = divmod(number, pages.num_blocks)
+        layer, piece = divmod(row, len(route.src_pieces))
+        yield layer, block, piece // route.pieces_per_spot
