@@ -14,13 +14,15 @@ from vllm_pd_connector.engine.layer_signal import HostLayerSignal
 from vllm_pd_connector.engine.messenger import Duty, Messenger
 from vllm_pd_connector.engine.step import BeginTransfer
 from vllm_pd_connector.engine.worker_half import WorkerHalf
+from vllm_pd_connector.engine.worker_rank import WorkerRank
 from vllm_pd_connector.engine.writer import Writer
-from vllm_pd_connector.plan.write import ChunkWrite
 from vllm_pd_connector.telemetry.counters import Tally
 from vllm_pd_connector.telemetry.timeline import NoTimeline
 from vllm_pd_connector.testing.buffers import KvBuffer
+from vllm_pd_connector.testing.shapes import plain_geometry, whole_blocks
 from vllm_pd_connector.transport.memory import MemoryFabric, MemoryTransport
 from vllm_pd_connector.wire.messages import DecoderRank, Reservation
+from vllm_pd_connector.wire.version import PROTOCOL_VERSION
 
 NUM_LAYERS = 8
 NUM_PAGES = 64
@@ -89,7 +91,14 @@ def _posting_messenger() -> list[dict[str, Any]]:
     source, target = (MemoryTransport(fabric, name) for name in ("source", "target"))
     source.register(sides[0].table)
     target.register(sides[1].table)
-    writer = Writer(source, sides[0].table, rank=0, verify=False, tally=Tally(), timeline=NoTimeline())
+    rank = WorkerRank(
+        tp_rank=0,
+        pages=sides[0].table,
+        geometry=plain_geometry(PAGE_BYTES),
+        layers=NAMES,
+        groups=[0] * NUM_LAYERS,
+    )
+    writer = Writer(source, rank, verify=False, tally=Tally(), timeline=NoTimeline())
     duties: list[Duty] = [writer]
     messenger = Messenger(duties, 0.0005)
     messenger.start()
@@ -102,7 +111,7 @@ def _posting_messenger() -> list[dict[str, Any]]:
         samples: list[float] = []
         for _ in range(NUM_STEPS):
             signal = HostLayerSignal(NUM_LAYERS)
-            write = ChunkWrite(transfer_id=TRANSFER, src_blocks=blocks, dst_blocks=blocks)
+            write = whole_blocks(TRANSFER, blocks, blocks)
             messenger.submit(lambda write=write, signal=signal: writer.start_step([write], signal))
             time.sleep(LAYER_S)
             half._signal = signal
@@ -129,13 +138,14 @@ def _reservation(target: KvBuffer) -> Reservation:
     # MemoryTransport's descriptor is its name.
     rank = DecoderRank(descriptor="dGFyZ2V0", pages=target.table)  # "target"
     return Reservation(
-        protocol=1,
+        protocol=PROTOCOL_VERSION,
         transfer_id=TRANSFER,
         decoder="bench",
         decoder_generation="0" * 16,
         prefiller_generation="0" * 16,
-        first_page=0,
-        blocks=list(range(1, NUM_PAGES + 1)),
+        local_tokens=0,
+        blocks=[list(range(1, NUM_PAGES + 1))],
         lease_s=600.0,
+        geometry=plain_geometry(PAGE_BYTES),
         ranks=[rank],
     )

@@ -20,7 +20,7 @@ from vllm_pd_connector.engine.step import BeginTransfer, CloseTransfer
 from vllm_pd_connector.engine.worker_rank import WorkerRank
 from vllm_pd_connector.errors import ConfigError, OutOfRegion, PeerLost
 from vllm_pd_connector.lifecycle.outgoing import OutgoingEvent, OutgoingState
-from vllm_pd_connector.plan.write import BoundWrite, ChunkWrite, Granules, bind, join, select
+from vllm_pd_connector.plan.write import BoundWrite, ChunkWrite, Granules, GroupWrite, bind, join, select
 from vllm_pd_connector.telemetry.counters import Tally
 from vllm_pd_connector.telemetry.timeline import Timeline
 from vllm_pd_connector.transport.base import Transport, WriteStatus
@@ -34,7 +34,8 @@ logger = getLogger(__name__)
 class _Write:
     """A chunk write, and its granules for each link and cache group, worked out when its first layer is posted."""
 
-    chunk: ChunkWrite
+    transfer_id: str
+    groups: Sequence[GroupWrite]
     granules: dict[Link, list[Granules]] = field(default_factory=dict)
 
 
@@ -130,7 +131,7 @@ class Writer:
             outgoing = self._ledger.get(write.transfer_id)
             if outgoing is not None and outgoing.may_post:
                 outgoing.num_unposted += 1
-                live.append(_Write(write))
+                live.append(_Write(write.transfer_id, [group.as_arrays() for group in write.groups]))
         if live:
             self._steps.append(_Step(live, signal, self._pages.num_layers))
 
@@ -197,7 +198,7 @@ class Writer:
         layers = [layer for layer, _ in ready]
         step.num_layers_left -= len(layers)
         for write in step.writes:
-            outgoing = self._ledger.get(write.chunk.transfer_id)
+            outgoing = self._ledger.get(write.transfer_id)
             if outgoing is None or not outgoing.may_post:
                 continue
             for layer, at_ns in ready:
@@ -219,7 +220,7 @@ class Writer:
         route, pages = link.route, link.peer.pages
         if link not in write.granules:
             write.granules[link] = [
-                select(group, route, outgoing.transfer_id, self._pages, pages) for group in write.chunk.groups
+                select(group, route, outgoing.transfer_id, self._pages, pages) for group in write.groups
             ]
         parts: list[BoundWrite] = []
         for group, granules in enumerate(write.granules[link]):

@@ -25,8 +25,16 @@ class GroupWrite:
     """
 
     span: Span
-    src_blocks: tuple[int, ...]
-    dst_blocks: tuple[int, ...]
+    src_blocks: tuple[int, ...] | NDArray[np.int64]
+    dst_blocks: tuple[int, ...] | NDArray[np.int64]
+
+    def as_arrays(self) -> "GroupWrite":
+        """The same for many calls of `select`: converting thousands of numbers costs more than the rest."""
+        return GroupWrite(
+            span=self.span,
+            src_blocks=np.asarray(self.src_blocks, dtype=np.int64),
+            dst_blocks=np.asarray(self.dst_blocks, dtype=np.int64),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +180,7 @@ def _numbers(
     return (first[:, :, None] + np.arange(per_spot, dtype=np.int32) * np.int32(table.num_blocks)).ravel()
 
 
-def _checked(blocks: Sequence[int], table: PageTable, side: str) -> PieceNumbers:
+def _checked(blocks: tuple[int, ...] | NDArray[np.int64], table: PageTable, side: str) -> PieceNumbers:
     """Blocks as int32; 0 is vLLM's null block, which no request owns."""
     array = np.asarray(blocks, dtype=np.int64)
     if array.size and (array.min() < 1 or array.max() >= table.num_blocks):

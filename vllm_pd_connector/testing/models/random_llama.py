@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.testing.models.cache import cached_model
 
@@ -58,7 +59,7 @@ def random_llama(
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        tokenizer = _tokenizer()
+        tokenizer = small_tokenizer()
         config = LlamaConfig(
             vocab_size=len(tokenizer),
             hidden_size=num_heads * head_size,
@@ -74,17 +75,26 @@ def random_llama(
             pad_token_id=None,
             dtype=torch.float32,
         )
-        with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it was
-            torch.manual_seed(seed)
-            model = LlamaForCausalLM(config)
-        model.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
+        save_random(directory, LlamaForCausalLM, config, tokenizer, seed)
 
     shape = f"{num_layers} {num_heads} {num_kv_heads} {head_size} {seed}"
     return cached_model("random-llama", f"{shape}\n{Path(__file__).read_text()}", build)
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def save_random(
+    directory: Path, model_class: Callable[..., Any], config: Any, tokenizer: PreTrainedTokenizerFast, seed: int
+) -> None:
+    """A model of a transformers class with random weights, the same for the same seed."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it was
+        torch.manual_seed(seed)
+        model = model_class(config)
+    model.to(config.dtype).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def small_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer: encodes any text, adds no token of its own, always the same."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
