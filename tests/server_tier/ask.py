@@ -111,14 +111,16 @@ class Waits:
             cls.longest_s, cls.longest_name = elapsed_s, name
 
 
-def post(url: str, body: dict[str, Any], timeout_s: float = TIMEOUT_S) -> tuple[int, Any]:
+def post(
+    url: str, body: dict[str, Any], timeout_s: float = TIMEOUT_S, headers: dict[str, str] | None = None
+) -> tuple[int, Any]:
     """HTTP status and decoded body of `POST /v1/completions`.
 
     Raises:
         OSError: no HTTP answer came.
     """
     request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json", **(headers or {})}
     )
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
@@ -141,7 +143,14 @@ def body_of(prompt: Sequence[int], *, max_tokens: int = 16, **more: Any) -> dict
     }
 
 
-def ask(url: str, prompt: Sequence[int], *, timeout_s: float = TIMEOUT_S, **more: Any) -> Answer:
+def ask(
+    url: str,
+    prompt: Sequence[int],
+    *,
+    timeout_s: float = TIMEOUT_S,
+    headers: dict[str, str] | None = None,
+    **more: Any,
+) -> Answer:
     """One answer.
 
     Raises:
@@ -149,7 +158,7 @@ def ask(url: str, prompt: Sequence[int], *, timeout_s: float = TIMEOUT_S, **more
         OSError: it did not answer.
     """
     started = time.monotonic()
-    status, answer = post(url, body_of(prompt, **more), timeout_s)
+    status, answer = post(url, body_of(prompt, **more), timeout_s, headers)
     elapsed = time.monotonic() - started
     Waits.note(f"{len(prompt)} tokens", elapsed)
     assert status == 200, f"HTTP {status}: {answer}"

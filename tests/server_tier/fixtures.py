@@ -10,6 +10,7 @@ import pytest
 
 from server_tier.ask import Score, Waits
 from server_tier.reference import Reference, record
+from server_tier.shape_sets import Row
 from server_tier.stage import SETS, Stage
 from vllm_pd_connector.testing.servers import Server
 
@@ -31,9 +32,12 @@ class Pair:
 @pytest.fixture(scope="session")
 def references(request: pytest.FixtureRequest, stage: Stage) -> dict[str, Reference]:
     """What ordinary servers answered; they run and end before any other server starts."""
-    names = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    items = request.session.items
+    names = {name for item in items for name in getattr(item, "fixturenames", ())}
+    wanted = {row.reference for item in items if (row := _row(item))}
+    wanted |= {name.removesuffix("_reference") for name in names if name.endswith("_reference")}
     stage.close()
-    found = record([m for m in ("random", "smollm", "bf16") if f"{m}_reference" in names], stage.folder / "reference")
+    found = record(wanted, stage.folder / "reference")
     Waits.forget()
     return found
 
@@ -85,6 +89,12 @@ def tp2_pair(random_reference: Reference, stage: Stage) -> Pair:
 
 
 @pytest.fixture
+def dp_servers(random_reference: Reference, stage: Stage) -> list[Server]:
+    """A prefiller and a decoder of two data-parallel ranks."""
+    return stage.use("dp")
+
+
+@pytest.fixture
 def both_servers(random_reference: Reference, stage: Stage) -> list[Server]:
     """kv_both with on_failure=error, kv_both with on_failure=local, a decoder without prefillers."""
     return stage.use("both")
@@ -121,6 +131,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def rank(item: pytest.Item) -> tuple[int, bool]:
         used = getattr(item, "fixturenames", ())
+        row = _row(item)
+        used = [*used, f"{row.servers}_servers"] if row else used
         place = next((i for i, fixture in enumerate(order) if fixture in used), -1)
         return place, place >= 0 and "kill" in item.name
 
@@ -141,10 +153,21 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 _SCORES: list[Score] = []
 
 
+def _row(item: pytest.Item) -> Row | None:
+    """The line of the table of shapes that a test is about, if it is about one."""
+    row = getattr(item, "callspec", None) and item.callspec.params.get("row")
+    return row if isinstance(row, Row) else None
+
+
+def note_score(score: Score) -> None:
+    """Add a score to the totals."""
+    _SCORES.append(score)
+
+
 def _score(request: pytest.FixtureRequest, score: Score) -> Iterator[Score]:
     yield score
     if not score.tokens:
         return
-    _SCORES.append(score)
+    note_score(score)
     if request.node.path.parent.name == "e2e":  # the others compare one answer each: in the total only
         SUMMARY.append(f"{request.node.name}: {score}")

@@ -14,6 +14,8 @@ LONG_TOKENS = 6000
 SMOLLM_AT_ONCE = (1, 2, 31, 32, 33, 40, 50, 64, 64, 65, 80, 96, 100, 150, 200, 300)
 BFLOAT16_ALONE = (1, 2, 32, 33, 500, 1500)
 BFLOAT16_AT_ONCE = (2, 33, 100, 200, 300, 400)
+SHAPE = (2, 33, 300, 700)
+FOUR = (40, 150, 300, 400)
 
 
 def tokens(number: int, seed: object, below: int = 500) -> list[int]:
@@ -35,6 +37,8 @@ RANDOM: dict[str, list[int]] = {
     **_named("warm", (500, 2000)),
     **_named("small", (40, 150, 300, 400)),
     **_named("long", [LONG_TOKENS] * LONG),
+    **_named("shape", SHAPE),
+    **_named("four", FOUR),
 }
 """For the random Llama."""
 

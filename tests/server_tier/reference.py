@@ -10,9 +10,9 @@ from typing import Any
 
 from server_tier.ask import Answer, ask, at_once
 from server_tier.probe import idle_cores
-from server_tier.prompts import BFLOAT16, RANDOM, SMOLLM
+from server_tier.prompts import BFLOAT16, RANDOM, SMOLLM, names
 from server_tier.stage import FLOAT32, REDUCED, TOOLS
-from vllm_pd_connector.testing.models import random_llama, smollm2
+from vllm_pd_connector.testing.models import random_deepseek, random_gemma, random_llama, smollm2
 from vllm_pd_connector.testing.servers import Server, ServerSpec, start_all
 
 START_S = 300.0
@@ -35,7 +35,7 @@ class Reference:
 
 
 def record(models: Collection[str], folder: Path) -> dict[str, Reference]:
-    """References "random", "smollm" and "bf16", as far as they are asked for, from servers that are gone then."""
+    """The references that are asked for, by name, from servers that are gone then."""
     specs: list[ServerSpec] = []
     if "random" in models:
         specs.append(ServerSpec(random_llama(), cores=[0], name="random", args=FLOAT32))
@@ -43,9 +43,21 @@ def record(models: Collection[str], folder: Path) -> dict[str, Reference]:
         specs.append(ServerSpec(smollm2(), cores=[1], name="smollm", args=(*FLOAT32, *TOOLS)))
     if "bf16" in models:
         specs.append(ServerSpec(smollm2(), cores=[0], name="bf16", args=REDUCED))
+    found = _answers(specs, folder)  # side by side; the slowest has a core to itself
+    shaped = [
+        ServerSpec(random_llama(num_kv_heads=1), cores=[0], name="one-head", args=FLOAT32),
+        ServerSpec(random_deepseek(), cores=[1], name="mla", args=("--dtype", "bfloat16"), block_size=16),
+        ServerSpec(random_gemma(), cores=[0], name="window", args=FLOAT32),
+    ]
+    return found | _answers([spec for spec in shaped if spec.name in models], folder)
+
+
+def _answers(specs: list[ServerSpec], folder: Path) -> dict[str, Reference]:
+    """What each of some servers answers, all of them started at once."""
     with start_all(specs, START_S, log_dir=folder) as servers:
-        # Side by side; the slowest has a core to itself.
-        found = at_once([partial(_RECORDERS[server.name], server) for server in servers])
+        found = (
+            at_once([partial(_RECORDERS.get(server.name, _shapes), server) for server in servers]) if servers else []
+        )
     return {server.name: reference for server, reference in zip(servers, found, strict=True)}
 
 
@@ -67,6 +79,13 @@ def _smollm(server: Server) -> Reference:
         into.chats[name] = case(client, model)
     for name, prompt in SMOLLM.items():
         into.answers[name] = ask(server.url, prompt)
+    return into
+
+
+def _shapes(server: Server) -> Reference:
+    into = Reference()
+    for name in (*names("shape"), *names("four")):
+        into.answers[name] = ask(server.url, RANDOM[name])
     return into
 
 

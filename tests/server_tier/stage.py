@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from server_tier import shape_sets
 from vllm_pd_connector.testing.machine import FEW_CORES, HOST, free_ports
 from vllm_pd_connector.testing.models import random_llama, random_lora, smollm2
 from vllm_pd_connector.testing.models.random_lora import RANK as LORA_RANK
@@ -157,6 +158,12 @@ SETS: dict[str, Callable[[], Sequence[ServerSpec]]] = {
     "smollm": smollm_set,
     "bf16": bf16_set,
     "tp2": tp2_set,
+    "shapes": shape_sets.shapes_set,
+    "replicas": shape_sets.replicas_set,
+    "mla": shape_sets.mla_set,
+    "window": shape_sets.window_set,
+    "eagle": shape_sets.eagle_set,
+    "dp": shape_sets.dp_set,
 }
 
 

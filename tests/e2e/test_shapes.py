@@ -1,0 +1,85 @@
+"""Every row of the table of shapes: tokens and logprobs of one ordinary server, and bytes that are the prefiller's.
+
+The greatest difference a row may have is that of its data type; each row prints what it compared and what it moved.
+"""
+
+from functools import partial
+
+import pytest
+from server_tier.ask import Score, ask, at_once, fresh_salt, until
+from server_tier.fixtures import BFLOAT16_TIE, BFLOAT16_TOLERANCE, FLOAT32_TIE, FLOAT32_TOLERANCE, SUMMARY, note_score
+from server_tier.probe import Since, wait_quiet
+from server_tier.prompts import RANDOM, names
+from server_tier.reference import Reference
+from server_tier.shape_sets import LLAMA, ROWS, Row
+from server_tier.stage import Stage
+
+from vllm_pd_connector.testing.servers import Server
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+
+
+def scored(row: Row) -> Score:
+    return Score(BFLOAT16_TIE, BFLOAT16_TOLERANCE) if row.reference == "mla" else Score(FLOAT32_TIE, FLOAT32_TOLERANCE)
+
+
+def knows(decoder: Server, number: int) -> None:
+    """Wait until a decoder has greeted so many prefillers."""
+    until(lambda: decoder.count_log("event=prefiller_greeted") >= number, 60, f"{decoder.name} greeted {number}")
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=list(ROWS))
+def test_shapes(request: pytest.FixtureRequest, stage: Stage, references: dict[str, Reference], row: Row) -> None:
+    servers = stage.use(row.servers)
+    decoder, prefiller = servers[row.decoder], servers[row.prefiller]
+    knows(decoder, row.greetings)
+    score, answers = scored(row), references[row.reference].answers
+    arrived, written = Since(decoder), Since(prefiller)
+    alone, together = names("shape"), names("four")
+    call = partial(ask, decoder.url, kv_transfer_params={"prefiller": prefiller.url})
+    for prompt in alone:
+        score.compare(prompt, call(RANDOM[prompt], cache_salt=fresh_salt()), answers[prompt])
+    got = at_once([partial(call, RANDOM[prompt], cache_salt=fresh_salt()) for prompt in together])
+    for prompt, answer in zip(together, got, strict=True):
+        score.compare(prompt, answer, answers[prompt])
+    wait_quiet(*servers)
+    moved = [RANDOM[prompt] for prompt in (*alone, *together)]
+    computed = sum(row.cache.bytes_for(len(p), granule=row.granule, copies=row.copies) for p in moved)
+    bytes_moved, pages, descriptors = written("bytes_written", "pages_written", "descriptors_written")
+    SUMMARY.append(
+        f"{request.node.callspec.id}: {score}; {bytes_moved:,} B moved, {computed:,} B computed; "
+        f"{descriptors / max(1, pages):.3g} descriptors for each of {pages:,} pages"
+    )
+    note_score(score)
+    assert arrived("dispatched", "released", "failed") == [len(moved), len(moved), 0]
+    seen, verified, mismatched = arrived("pages_arrived", "pages_verified", "pages_mismatched")
+    assert (seen, verified, mismatched) == (pages, pages, 0)
+    assert bytes_moved == computed
+    score.check()
+
+
+def test_data_parallel_decoder(dp_servers: list[Server], random_reference: Reference, score: Score) -> None:
+    """Each rank is an engine of its own: it greets, dispatches, and gets its pages itself."""
+    prefiller, decoder = dp_servers
+    knows(decoder, 2)
+    written = Since(prefiller)
+    for rank in ("0", "1"):
+        for prompt in names("shape"):
+            headers = {"X-data-parallel-rank": rank}
+            answer = ask(decoder.url, RANDOM[prompt], cache_salt=fresh_salt(), headers=headers)
+            score.compare(f"{prompt} on rank {rank}", answer, random_reference.answers[prompt])
+    lines = [line for line in decoder.log_text().splitlines() if "event=prefiller_greeted" in line]
+    assert any("DP0" in line for line in lines)
+    assert any("DP1" in line for line in lines)
+    wait_quiet(prefiller)
+    moved = [RANDOM[prompt] for prompt in names("shape")] * 2
+    computed = sum(LLAMA.bytes_for(len(prompt), granule=32, copies=1) for prompt in moved)
+    bytes_moved, pages, descriptors = written("bytes_written", "pages_written", "descriptors_written")
+    SUMMARY.append(
+        f"DP 2 decoder: {score}; {bytes_moved:,} B moved, {computed:,} B computed; "
+        f"{descriptors / pages:.3g} descriptors for each of {pages:,} pages"
+    )
+    assert bytes_moved == computed
+    until(lambda: decoder.metrics().get("released", 0) >= len(moved), 10, "both ranks publish what they released")
+    assert decoder.metrics()["pages_mismatched"] == 0
+    score.check()
