@@ -14,7 +14,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -28,6 +28,7 @@ from vllm_pd_connector.testing.buffers import KvBuffer
 from vllm_pd_connector.testing.clock import FakeClock
 from vllm_pd_connector.testing.fake_dispatcher import FakeDispatcher
 from vllm_pd_connector.testing.shapes import some_shape
+from vllm_pd_connector.wire.compatibility import CacheShape
 
 BLOCK = 16
 LAYERS = ["l0", "l1"]
@@ -36,21 +37,19 @@ PAGES = 7
 """What `hold` reserves for a prompt of `PROMPT` tokens."""
 
 SHAPE = some_shape(block_size=BLOCK, layers=" ".join(LAYERS))
-PAGE_BYTES = SHAPE.geometry().page().page_bytes
 PREFILLER = "http://prefiller:8100"
 CONFIG_JSON = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
 "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
 "vocab_size": 128, "max_position_embeddings": 4096, "torch_dtype": "float32"}"""
 
 
-def handshake(num_blocks: int = 64) -> RankHandshake:
+def handshake(num_blocks: int = 64, shape: CacheShape = SHAPE) -> RankHandshake:
     """What one worker would have said."""
+    page_bytes = shape.geometry().page().page_bytes
     return RankHandshake(
         descriptor=b"rank 0",
-        pages=KvBuffer(
-            num_layers=len(LAYERS), num_blocks=num_blocks, page_bytes=SHAPE.geometry().page().page_bytes
-        ).table,
-        shape=SHAPE,
+        pages=KvBuffer(num_layers=len(LAYERS), num_blocks=num_blocks, page_bytes=page_bytes).table,
+        shape=shape,
         control="tcp://127.0.0.1:1",
         generation="a" * 16,
     )
@@ -76,6 +75,7 @@ class Rig:
     half: SchedulerHalf
     clock: FakeClock
     made: list[FakeDispatcher]
+    worker: RankHandshake
     outputs: list[EngineCoreOutput] = field(default_factory=list)
     counters: Counter[str] = field(default_factory=Counter)
     num_added: int = 0
@@ -186,6 +186,8 @@ def make_rig(
     role: str = "kv_consumer",
     num_blocks: int = 64,
     max_batched: int = 2048,
+    window: int | None = None,
+    shape: CacheShape = SHAPE,
     **extra: Any,
 ) -> Rig:
     """A scheduler for one role.
@@ -195,6 +197,8 @@ def make_rig(
         role: kv_consumer or kv_producer.
         num_blocks: blocks of its pool, the null block among them.
         max_batched: tokens in one step, so the length of a prefill chunk.
+        window: makes the second layer a cache group of its own that reads so many tokens.
+        shape: what its worker says.
         extra: the connector's configuration.
     """
     if role == "kv_consumer":
@@ -226,7 +230,13 @@ def make_rig(
         ),
     )
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
-    caches = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(LAYERS, spec)])
+    groups = [KVCacheGroupSpec(LAYERS, spec)]
+    if window is not None:
+        sliding = SlidingWindowSpec(
+            block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=window
+        )
+        groups = [KVCacheGroupSpec(LAYERS[:1], spec), KVCacheGroupSpec(LAYERS[1:], sliding)]
+    caches = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
     clock = FakeClock()
     made: list[FakeDispatcher] = []
     scheduler = Scheduler(
@@ -242,8 +252,9 @@ def make_rig(
     assert isinstance(connector, PDConnector)
     connector._scheduler = half
     half.bind(scheduler.kv_cache_manager)
-    half.greet_workers({(0, 0): handshake()})
-    return Rig(scheduler, half, clock, made)
+    worker = handshake(shape=shape)
+    half.greet_workers({(0, 0): worker})
+    return Rig(scheduler, half, clock, made, worker)
 
 
 def hold(rig: Rig, num_tokens: int = PROMPT, **kwargs: Any) -> tuple[Request, str]:
