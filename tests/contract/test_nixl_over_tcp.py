@@ -37,7 +37,7 @@ for layer in range(NUM_LAYERS):
 assert first is WriteStatus.POSTED, first
 print("POSTED WAS SEEN", flush=True)
 
-handle = pair.src.post_write(peer, bound(pair, blocks, blocks, list(range(NUM_LAYERS))), b"n")
+handle = pair.src.post_write(lane, bound(pair, blocks, blocks, list(range(NUM_LAYERS))), b"n")
 assert pair.src.poll(handle) is WriteStatus.POSTED
 handle.handle.release()  # what NIXL calls a release
 pair.dst_kv.array[:] = 0

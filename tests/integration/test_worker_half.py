@@ -191,7 +191,7 @@ class TestStopping:
         quiet: list[Quiet] = []
         cluster.p.writer.fence(A, quiet.append)
         cluster.settle()
-        assert quiet == [Quiet(A, 1, is_clean=False)]
+        assert quiet == [Quiet(A, UNITS_PER_PAGE, is_clean=False)]
 
     def test_a_write_whose_handle_cannot_be_released_keeps_the_pages(self) -> None:
         stubborn: list[Stubborn] = []
