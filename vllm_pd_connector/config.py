@@ -4,6 +4,7 @@ Unknown keys and values out of range stop the server at start and name the key's
 plain numbers from here, never this object.
 """
 
+import reprlib
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
@@ -13,6 +14,9 @@ from msgspec import Meta
 from vllm_pd_connector.errors import ConfigError
 
 ROOT = "kv_connector_extra_config"
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 200
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Port = Annotated[int, Meta(ge=0, le=65_535)]
@@ -154,9 +158,9 @@ def parse(extra_config: dict[str, Any]) -> PDConfig:
     for key, value in extra_config.items():
         try:
             msgspec.convert({key: value}, PDConfig)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, UnicodeEncodeError) as error:
             raise ConfigError(
-                f"{ROOT}.{key} = {value!r} is refused: {_without_path(str(error))}. {_allowed(key)}"
+                f"{ROOT}.{key} = {_short.repr(value)} is refused: {_without_path(str(error))}. {_allowed(key)}"
             ) from None
     config = msgspec.convert(extra_config, PDConfig)
     for index, url in enumerate(config.prefillers):

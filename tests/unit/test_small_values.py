@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -186,11 +187,22 @@ class TestKeys:
         with pytest.raises(ConfigError, match="keygen"):
             load_key(str(tmp_path / "none"))
 
-    @pytest.mark.parametrize("content", ["", "a b", "x" * 40, " ".join(["x" * 40] * 3)])
-    def test_a_file_without_two_keys_is_refused(self, tmp_path: Path, content: str) -> None:
+    @pytest.mark.parametrize("content", [b"", b"a b", b"x" * 40, b" ".join([b"x" * 40] * 3), b"\xff" * 10])
+    def test_a_file_without_two_keys_is_refused(self, tmp_path: Path, content: bytes) -> None:
         path = tmp_path / "bad.key"
-        path.write_text(content)
+        path.write_bytes(content)
         with pytest.raises(ConfigError, match="40 characters"):
+            load_key(str(path))
+
+    @pytest.mark.parametrize("keep", [0, 1])
+    def test_keys_that_do_not_belong_together_are_refused(self, tmp_path: Path, keep: int) -> None:
+        """Otherwise the channel would stay silent, and say nothing."""
+        path = tmp_path / "mixed.key"
+        write_key(str(path))
+        words = path.read_bytes().split()
+        words[keep] = b"\xff" * 40 if keep else zmq.curve_keypair()[0]
+        path.write_bytes(b" ".join(words))
+        with pytest.raises(ConfigError, match="belong together"):
             load_key(str(path))
 
 

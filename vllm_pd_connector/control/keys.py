@@ -44,14 +44,19 @@ def load_key(path: str | None) -> ControlKey | None:
     if path is None:
         return None
     try:
-        words = Path(path).read_text().split()
+        words = Path(path).read_bytes().split()
     except OSError as error:
         raise ConfigError(
             f"control_key_file {path}: {error.strerror}. Make one with `vllm-pd keygen {path}`."
         ) from None
     if len(words) != 2 or any(len(word) != Z85_LENGTH for word in words):
         raise ConfigError(f"control_key_file {path}: it must hold a public and a secret key, 40 characters each")
-    return ControlKey(words[0].encode(), words[1].encode())
+    try:
+        if zmq.curve_public(words[1]) == words[0]:
+            return ControlKey(*words)
+    except (ValueError, zmq.ZMQError):
+        pass  # not Z85
+    raise ConfigError(f"control_key_file {path}: the two keys do not belong together. Make new ones: `vllm-pd keygen`.")
 
 
 def write_key(path: str) -> None:

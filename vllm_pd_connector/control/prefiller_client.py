@@ -125,9 +125,12 @@ def _bearer(path: str | None) -> dict[str, str]:
     if path is None:
         return {}
     try:
-        return {"Authorization": f"Bearer {Path(path).read_text().strip()}"}
+        key = Path(path).read_bytes().strip()
     except OSError as error:
         raise ConfigError(f"prefiller_api_key_file {path}: {error.strerror}") from None
+    if not key.isascii() or len(key.split()) != 1:
+        raise ConfigError(f"prefiller_api_key_file {path}: it must hold one key, in ASCII and without blanks")
+    return {"Authorization": f"Bearer {key.decode()}"}
 
 
 def _tls(path: str | None) -> ssl.SSLContext | None:

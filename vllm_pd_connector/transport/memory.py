@@ -78,8 +78,11 @@ class MemoryTransport:
 
     def connect(self, descriptor: bytes, pages: PageTable) -> MemoryPeer:
         name = descriptor.decode(errors="replace")
-        if self.fabric.find(name) is None:
+        target = self.fabric.find(name)
+        if target is None:
             raise PeerLost(f"no endpoint {name!r} on this fabric")
+        if target.pages != pages:
+            raise PeerLost(f"endpoint {name!r} has registered other memory")
         return MemoryPeer(name, pages)
 
     def open_lane(self, peer: MemoryPeer, src: PageView, dst: PageView) -> MemoryLane:
@@ -102,9 +105,7 @@ class MemoryTransport:
         return handle.status
 
     def release(self, handle: MemoryWrite) -> bool:
-        if handle.status is WriteStatus.POSTED:
-            handle.status = WriteStatus.FAILED
-        return True
+        return handle.status is not WriteStatus.POSTED
 
     def notify(self, peer: MemoryPeer, note: bytes) -> None:
         target = self.fabric.find(peer.name) if peer.is_connected else None

@@ -69,10 +69,7 @@ def parse_reply(params: Any) -> DispatchReply:
             "with kv_role kv_producer or kv_both?"
         )
     check_depth(params)
-    try:
-        return msgspec.convert(params[REPLY], DispatchReply)
-    except msgspec.ValidationError as error:
-        raise ProtocolError(f"kv_transfer_params.{REPLY}: {error}") from None
+    return _typed(params, REPLY, DispatchReply)
 
 
 def to_params(key: str, message: Reservation | Hello | DispatchReply) -> dict[str, Any]:
@@ -109,7 +106,11 @@ def _convert(params: dict[str, Any], key: str, kind: type[Any]) -> Any:
         raise OtherProtocol(
             f"kv_transfer_params.{key} speaks protocol {version!r}; this server speaks {PROTOCOL_VERSION}"
         )
+    return _typed(params, key, kind)
+
+
+def _typed(params: dict[str, Any], key: str, kind: type[Any]) -> Any:
     try:
-        return msgspec.convert(message, kind)
-    except msgspec.ValidationError as error:
+        return msgspec.convert(params[key], kind)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter: half a surrogate pair where hex is due
         raise ProtocolError(f"kv_transfer_params.{key}: {error}") from None
