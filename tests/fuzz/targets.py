@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import zmq
-from scheduler_rig import BLOCK, Rig, handshake, make_rig
+from scheduler_rig import BLOCK, SHAPE, Rig, handshake, make_rig
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.request import Request
 from worker_rig import Cluster
@@ -46,8 +46,21 @@ Target = Callable[[random.Random], None]
 
 T, G = "a" * 32, "b" * 16
 NOTES = [
-    encode(WriteNote(transfer_id=T, sender=0, seq=0, units=6)),
-    encode(WriteNote(transfer_id=T, sender=0, seq=1, units=2, digests=b"12345678" * 2, layers=[0], blocks=[5, 6])),
+    encode(WriteNote(transfer_id=T, sender=0, seq=0, units=6, pages=6)),
+    encode(
+        WriteNote(
+            transfer_id=T,
+            sender=0,
+            seq=1,
+            units=2,
+            pages=2,
+            digests=b"12345678" * 2,
+            layers=[0, 1],
+            blocks=[5, 6],
+            spots=[0, 0],
+            pieces=[[(0, 16), (16, 16)]],
+        )
+    ),
     encode(FailureNote(transfer_id=T, sender=0, reason="why")),
 ]
 CONTROLS = [
@@ -76,9 +89,10 @@ def reservation(generation: str) -> dict[str, Any]:
         decoder="d",
         decoder_generation=G,
         prefiller_generation=generation,
-        first_page=0,
-        blocks=[5, 6, 7, 8],
+        local_tokens=0,
+        blocks=[[5, 6, 7, 8]],
         lease_s=60.0,
+        geometry=SHAPE.geometry(),
         ranks=[DecoderRank(descriptor="cmFuayAw", pages=handshake().pages)],
     )
     return to_params(RESERVATION, message)
@@ -222,13 +236,14 @@ def writer() -> Target:
     def run(chance: random.Random) -> None:
         cluster = next(cases)
         good = reservation(G)[RESERVATION]
+        good["geometry"] = msgspec.to_builtins(cluster.dst)
         good["ranks"] = [{"descriptor": "ZDA=", "pages": msgspec.to_builtins(cluster.d.kv.table)}]
         try:
             message = msgspec.convert(distort(chance, good), Reservation)
         except (msgspec.ValidationError, RecursionError, UnicodeEncodeError):
             return
         cluster.p.writer.begin(BeginTransfer(reservation=message, lease_s=message.lease_s))
-        blocks = message.blocks[:2]
+        blocks = [block for group in message.blocks for block in group][:2]
         cluster.start_step((message.transfer_id, [1, 2][: len(blocks)], blocks))[0].finish()
         cluster.close(message.transfer_id)
         for _ in range(4):
