@@ -15,7 +15,8 @@ from server_tier.probe import counts
 from server_tier.stage import FLOAT32
 
 from fault_run.clients import MAX_TOKENS, PROMPTS
-from vllm_pd_connector.testing.machine import FEW_CORES, HOST, free_ports
+from fault_run.link import Link
+from vllm_pd_connector.testing.machine import FEW_CORES, free_ports
 from vllm_pd_connector.testing.models import random_llama
 from vllm_pd_connector.testing.servers import Server, ServerSpec, start_all
 
@@ -56,6 +57,8 @@ class Cast:
         prefiller: more configuration of the prefillers.
         env: more environment of all.
         args: more arguments of all.
+        link: puts the prefillers behind it, in a namespace of their own.
+        prefix: before the command of each prefiller.
     """
 
     def __init__(
@@ -67,7 +70,12 @@ class Cast:
         prefiller: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
         args: Sequence[str] = (),
+        link: Link | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
+        self.link = link
+        self.clock: Path | None = None
+        folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._stack = ExitStack()
         self._starter = ThreadPoolExecutor(max_workers=1)
@@ -79,19 +87,18 @@ class Cast:
             "args": (*ARGS, *args),
             "env": {**FEW_CORES, **(env or {})},
         }
+        # Each layer is a write of its own, so that a fault can strike between any two.
+        extra = {"timeline_dir": str(folder / "timeline"), "min_write_bytes": 1, **(prefiller or {})}
         self._specs = [
             ServerSpec(
-                random_llama(),
-                "prefiller",
-                port=port,
-                name=f"prefiller-{i}",
-                # Each layer is a write of its own, so that a fault can strike between any two.
-                extra={"timeline_dir": str(folder / "timeline"), "min_write_bytes": 1, **(prefiller or {})},
-                **common,
+                random_llama(), "prefiller", port=port, name=f"prefiller-{i}", extra=extra, prefix=prefix, **common
             )
             for i, port in enumerate(ports)
         ]
-        pool = [f"http://{HOST}:{port}" for port in ports]
+        if link is not None:
+            self._specs = [link.behind(spec) for spec in self._specs]
+            common["env"] = common["env"] | link.near_env
+        pool = [f"http://{spec.host}:{spec.port}" for spec in self._specs]
         extra = {"timeline_dir": str(folder / "timeline"), **QUICK, "prefillers": pool, **(decoder or {})}
         self._specs.append(
             ServerSpec(random_llama(), "decoder", port=decoder_port, name="decoder", extra=extra, **common)
@@ -144,6 +151,15 @@ class Cast:
         starting, self._starting = self._starting, []
         for future in starting:
             future.result()
+
+    def num_writes(self) -> int:
+        """Writes that the prefillers have posted so far."""
+        return sum(len(self.moments(prefiller, "write_posted")) for prefiller in self.prefillers)
+
+    def shift_clock(self, seconds: int) -> None:
+        """Set the wall clock of every server so far from the right time."""
+        assert self.clock is not None
+        self.clock.write_text(str(seconds))
 
     def moments(self, server: Server, moment: str) -> list[dict[str, Any]]:
         """Lines of a timeline that the worker of a server has written, oldest first."""

@@ -15,6 +15,9 @@ from server_tier.ask import Answer, Score, ask, body_of, fresh_salt
 from server_tier.fixtures import FLOAT32_TIE, FLOAT32_TOLERANCE
 from server_tier.prompts import tokens
 
+Want = dict[str, Answer]
+"""The right answer to each prompt, by name."""
+
 MAX_TOKENS = 8
 NUM_SMALL, SMALL_TOKENS = 50, (40, 400)
 NUM_LONG, LONG_TOKENS = 6, 3000

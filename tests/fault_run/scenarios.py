@@ -12,16 +12,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from server_tier.ask import Answer, until
+from server_tier.ask import until
 from server_tier.probe import Since
 
 from fault_run.cast import DEADLINE_S, LIMIT_S, Cast
 from fault_run.checks import Outcome, check
-from fault_run.clients import LONG, SMALL, Crowd, Load, Tally, leave
+from fault_run.clients import LONG, SMALL, Crowd, Load, Tally, Want, leave
 from vllm_pd_connector.testing.machine import HOST, free_ports
 from vllm_pd_connector.testing.servers import Server
 
-Want = dict[str, Answer]
 Scenario = Callable[[Cast, Want, random.Random], Outcome]
 ROOT = Path(__file__).parent.parent.parent
 NUM_CANCELLED = 200
@@ -57,9 +56,9 @@ def kill_prefiller(cast: Cast, want: Want, chance: random.Random) -> Outcome:
 def kill_decoder(cast: Cast, want: Want, chance: random.Random) -> Outcome:
     """SIGKILL while prompts are written into it; its clients get errors, its prefillers get free; it is put back."""
     outcome = Outcome("kill -9 of the decoder in mid-prompt, restarted on the same address")
-    before = sum(len(cast.moments(p, "write_posted")) for p in cast.prefillers)
+    before = cast.num_writes()
     crowd = Crowd(cast.decoder.url, LONG, want, LIMIT_S)
-    until(lambda: sum(len(cast.moments(p, "write_posted")) for p in cast.prefillers) > before + 5, 60, "writes")
+    until(lambda: cast.num_writes() > before + 5, 60, "writes")
     cast.decoder.kill()
     outcome.count(crowd.join(), LIMIT_S, may_fail=True)
     cast.put_back(cast.decoder)
@@ -71,10 +70,10 @@ def kill_decoder(cast: Cast, want: Want, chance: random.Random) -> Outcome:
 def _stand_still(cast: Cast, want: Want, server: Server, what: str) -> Outcome:
     """SIGSTOP of a server for longer than the lease, in mid-transfer, then SIGCONT."""
     outcome = Outcome(f"SIGSTOP of {what} for {DEADLINE_S + 5:g} s, then SIGCONT")
-    before = sum(len(cast.moments(p, "write_posted")) for p in cast.prefillers)
+    before = cast.num_writes()
     limit_s = LIMIT_S + DEADLINE_S + 5
     crowd = Crowd(cast.decoder.url, LONG, want, limit_s)
-    until(lambda: sum(len(cast.moments(p, "write_posted")) for p in cast.prefillers) > before + 3, 60, "writes")
+    until(lambda: cast.num_writes() > before + 3, 60, "writes")
     os.killpg(server.process.pid, signal.SIGSTOP)
     try:
         time.sleep(DEADLINE_S + 5)
@@ -150,8 +149,8 @@ def terminate_decoder(cast: Cast, want: Want, chance: random.Random) -> Outcome:
     """SIGTERM with --shutdown-timeout: held requests are answered, its prefillers keep nothing."""
     outcome = Outcome("SIGTERM of the decoder with held requests (--shutdown-timeout 30)")
     crowd = Crowd(cast.decoder.url, LONG, want, LIMIT_S)
-    before = sum(len(cast.moments(p, "write_posted")) for p in cast.prefillers)
-    until(lambda: sum(len(cast.moments(p, "write_posted")) for p in cast.prefillers) > before + 3, 60, "writes")
+    before = cast.num_writes()
+    until(lambda: cast.num_writes() > before + 3, 60, "writes")
     victim = cast.decoder
     victim.process.terminate()
     outcome.count(crowd.join(), LIMIT_S, may_fail=True)
@@ -220,18 +219,3 @@ def _refuses(url: str) -> bool:
             return False
     except OSError:
         return True
-
-
-SCENARIOS: dict[str, Scenario] = {
-    "kill-prefiller": kill_prefiller,
-    "kill-decoder": kill_decoder,
-    "stop-prefiller": stop_prefiller,
-    "stop-decoder": stop_decoder,
-    "restart-prefiller": restart_prefiller,
-    "restart-decoder": restart_decoder,
-    "terminate-prefiller": terminate_prefiller,
-    "terminate-decoder": terminate_decoder,
-    "cancel": cancel,
-    "kill-proxy": kill_proxy,
-}
-REPEATED = {"kill-prefiller": 20}

@@ -54,6 +54,8 @@ class ServerSpec:
         extra: `kv_connector_extra_config`.
         args: further arguments of `vllm serve`; they come last and win.
         env: further environment variables.
+        host: address it listens on and is asked at.
+        prefix: put before the command, e.g. to run it in another network namespace.
         max_model_len: tokens.
         max_num_seqs: requests that run at once.
         block_size: tokens per page; on a CPU a multiple of 32 (MLA: 16).
@@ -69,6 +71,8 @@ class ServerSpec:
     extra: Mapping[str, Any] = field(default_factory=dict)
     args: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    host: str = HOST
+    prefix: Sequence[str] = ()
     max_model_len: int = 8192
     max_num_seqs: int = 16
     block_size: int = 32
@@ -193,7 +197,7 @@ def start_all(
                 log = folder / f"{name}.log"
                 group = ProcessGroup(command, env=env, log=log, cores=spec.cores)
                 num_greetings = len(extra.get("prefillers", ())) if "prefillers" not in spec.extra else 0
-                servers.append(Server(name, f"http://{HOST}:{port}", log, group, num_greetings))
+                servers.append(Server(name, f"http://{spec.host}:{port}", log, group, num_greetings))
             _wait_ready(servers, deadline_s, progress)
             yield servers
         finally:
@@ -204,7 +208,17 @@ def command_line(spec: ServerSpec, port: int, extra: Mapping[str, Any], memory_s
     """The `vllm serve` command; `extra` is the connector's configuration, `memory_share` is for GPUs."""
     beside = Path(sys.executable).parent / "vllm"
     vllm = str(beside) if beside.exists() else "vllm"
-    command = [vllm, "serve", str(spec.model), "--host", HOST, "--port", str(port), "--enforce-eager"]
+    command = [
+        *spec.prefix,
+        vllm,
+        "serve",
+        str(spec.model),
+        "--host",
+        spec.host,
+        "--port",
+        str(port),
+        "--enforce-eager",
+    ]
     command += ["--max-model-len", str(spec.max_model_len), "--max-num-seqs", str(spec.max_num_seqs)]
     command += ["--block-size", str(spec.block_size)]
     command += [] if memory_share is None else ["--gpu-memory-utilization", f"{memory_share:.2f}"]
@@ -236,7 +250,7 @@ def parse_metrics(text: str) -> dict[str, float]:
 def _resolve(specs: Sequence[ServerSpec]) -> list[tuple[str, ServerSpec, int, dict[str, Any]]]:
     """(name, spec, port, connector configuration) of each; decoders without a pool get the prefillers among them."""
     ports = [spec.port or free for spec, free in zip(specs, free_ports(len(specs)), strict=True)]
-    pool = [f"http://{HOST}:{port}" for spec, port in zip(specs, ports, strict=True) if spec.role == "prefiller"]
+    pool = [f"http://{spec.host}:{port}" for spec, port in zip(specs, ports, strict=True) if spec.role == "prefiller"]
     resolved: list[tuple[str, ServerSpec, int, dict[str, Any]]] = []
     for index, (spec, port) in enumerate(zip(specs, ports, strict=True)):
         before = sum(other.role == spec.role for other in specs[:index])
