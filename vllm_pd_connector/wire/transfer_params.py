@@ -69,7 +69,8 @@ def parse_reply(params: Any) -> DispatchReply:
             "with kv_role kv_producer or kv_both?"
         )
     check_depth(params)
-    return _typed(params, REPLY, DispatchReply)
+    reply: DispatchReply = _typed(params, REPLY, DispatchReply)
+    return reply
 
 
 def to_params(key: str, message: Reservation | Hello | DispatchReply) -> dict[str, Any]:
