@@ -1,8 +1,10 @@
 """Fences over real sockets on this host: answers, refusals, garbage, and strangers who never reach the handler."""
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -288,3 +290,55 @@ def test_only_a_refusal_by_another_process_means_that_the_writer_is_gone(answer:
     router.close()
     context.term()
     assert (outcome.is_quiet, outcome.is_dead) == (False, is_dead)
+
+
+def test_a_recorded_session_cannot_be_played_again(serve: Open, handler: Handler, tmp_path: Path) -> None:
+    """Whoever listened on the wire sends the same bytes in a connection of his own."""
+    key = make_key(tmp_path / "pool.key")
+    server = serve(key)
+    address = ("127.0.0.1", int(server.endpoint.rsplit(":", 1)[1]))
+    recorded = bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listens_in = threading.Thread(target=_relay, args=(listener, address, recorded))
+        listens_in.start()
+        assert ask(f"tcp://127.0.0.1:{listener.getsockname()[1]}", key=key).is_quiet
+        listens_in.join()
+    assert handler.fenced == [TRANSFER]
+    assert len(recorded) > len(encode(Fence(TRANSFER, GENERATION)))
+    with socket.create_connection(address) as replayed:
+        replayed.sendall(recorded)
+        replayed.settimeout(0.4)
+        with suppress(OSError):
+            while replayed.recv(4096):
+                pass
+    assert handler.fenced == [TRANSFER]  # law 13
+    assert ask(server.endpoint, key=key).is_quiet
+
+
+def test_a_fence_that_is_repeated_changes_nothing(serve: Open, handler: Handler) -> None:
+    """On an open channel a copy of a frame is answered like the first one; a transfer that is fenced stays so."""
+    server = serve()
+    frame = encode(Fence(TRANSFER, GENERATION))
+    answers = [exchange(server.endpoint, [frame], wait_s=5) for _ in range(3)]
+    assert [decode_control(answer[-1]) for answer in answers if answer] == [handler.quiet] * 3
+
+
+def _relay(listener: socket.socket, address: tuple[str, int], recorded: bytearray) -> None:
+    """Pass connections on until the one that carried something has ended; keep what its client said."""
+    listener.settimeout(5)
+    while not recorded:
+        client, _ = listener.accept()
+        with client, socket.create_connection(address) as server:
+            back = threading.Thread(target=_pump, args=(server, client, bytearray()))
+            back.start()
+            _pump(client, server, recorded)
+            back.join()
+
+
+def _pump(source: socket.socket, target: socket.socket, seen: bytearray) -> None:
+    with suppress(OSError):
+        while chunk := source.recv(4096):
+            seen += chunk
+            target.sendall(chunk)
+    with suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
