@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from contextlib import ExitStack
 
 from fuzz.targets import Target, targets
 
@@ -26,15 +27,20 @@ def main() -> int:
     args = parser.parse_args()
     logging.disable(logging.CRITICAL)
     faulthandler.enable()
-    chosen = {name: target for name, target in targets().items() if args.only in (None, name)}
-    counts: Counter[str] = Counter(dict.fromkeys(chosen, args.case or 0))
+    with ExitStack() as stack:
+        chosen = {name: target for name, target in targets(stack).items() if args.only in (None, name)}
+        return _fuzz(chosen, args.minutes, args.seed, args.case or 0)
+
+
+def _fuzz(chosen: dict[str, Target], minutes: float, seed: int, first_case: int) -> int:
+    counts: Counter[str] = Counter(dict.fromkeys(chosen, first_case))
     started = time.monotonic()
-    while time.monotonic() - started < args.minutes * 60:
+    while time.monotonic() - started < minutes * 60:
         for name, target in chosen.items():
-            if not _slice(name, target, args.seed, counts):
+            if not _slice(name, target, seed, counts):
                 return 1
     took = time.monotonic() - started
-    print(json.dumps({"seed": args.seed, "took_s": round(took), "cases": sum(counts.values()), "by_target": counts}))
+    print(json.dumps({"seed": seed, "took_s": round(took), "cases": sum(counts.values()), "by_target": counts}))
     return 0
 
 

@@ -6,7 +6,7 @@ import json
 import random
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +184,7 @@ def middleware(chance: random.Random) -> None:
     assert left or passed == [body] or (not passed and sent[0]["status"] == 400)
 
 
-def fence_frames() -> Target:
+def fence_frames(stack: ExitStack) -> Target:
     """A rank's control port: any frames get at most one answer each and never an exception."""
     server = FenceServer(
         "127.0.0.1",
@@ -194,6 +194,7 @@ def fence_frames() -> Target:
         on_fence=lambda transfer_id, answer: answer(Quiet(transfer_id, 0)),
         on_inquiry=lambda transfer_id, answer: answer(Standing(transfer_id, is_over=True)),
     )
+    stack.callback(server._context.destroy, linger=0)
 
     def run(chance: random.Random) -> None:
         frames = [damage(chance, chance.choice(CONTROLS), CONTROLS) for _ in range(chance.choice((1, 1, 1, 0, 2, 3)))]
@@ -312,11 +313,12 @@ def decoder_engine() -> Target:
     return run
 
 
-def targets() -> dict[str, Target]:
-    """All of them, by name, ready to run."""
+def targets(stack: ExitStack) -> dict[str, Target]:
+    """All of them, by name, ready to run; `stack` closes what they opened."""
     plain = (notes, controls, parameters, replies, configuration, key_files, bodies, middleware)
-    made = (fence_frames, receiver, writer, prefiller_engine, decoder_engine)
-    return {target.__name__: target for target in plain} | {make.__name__: make() for make in made}
+    made = (receiver, writer, prefiller_engine, decoder_engine)
+    ready = {target.__name__: target for target in plain} | {make.__name__: make() for make in made}
+    return {**ready, "fence_frames": fence_frames(stack)}
 
 
 def _renewed(make: Callable[[], Any]) -> Iterator[Any]:

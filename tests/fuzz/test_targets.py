@@ -4,6 +4,7 @@ import logging
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,13 @@ CASES = 300
 @pytest.fixture(scope="module")
 def made() -> Iterator[dict[str, Target]]:
     logging.disable(logging.CRITICAL)
-    yield targets()
+    with ExitStack() as stack:
+        yield targets(stack)
     logging.disable(logging.NOTSET)
 
 
 NAMES = ["notes", "controls", "parameters", "replies", "configuration", "key_files", "bodies", "middleware"]
-NAMES += ["fence_frames", "receiver", "writer", "prefiller_engine", "decoder_engine"]
+NAMES += ["receiver", "writer", "prefiller_engine", "decoder_engine", "fence_frames"]
 
 
 def test_every_target_is_run_here(made: dict[str, Target]) -> None:
