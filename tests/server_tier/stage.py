@@ -19,7 +19,7 @@ from vllm_pd_connector.testing.models.random_lora import RANK as LORA_RANK
 from vllm_pd_connector.testing.servers import Server, ServerFailed, ServerSpec, start_all
 
 START_S = 400.0
-# One attempt: a test names the prefiller whose failure it looks at. Retries are tested by `fault_run` and `integration`.
+# One attempt: a test names the prefiller whose failure it looks at. Retries: `fault_run` and `integration`.
 SHORT = {"min_remote_tokens": 1, "settle_s": 3, "quarantine_s": 3, "retry_s": 0.5, "max_attempts": 1}
 TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-prompt-tokens-details")
 FLOAT32 = ("--dtype", "float32")
