@@ -19,6 +19,11 @@ def main(argv: list[str] | None = None) -> int:
     keygen.add_argument("file")
     commands.add_parser("demo", help="a prefiller, a decoder and the proxy on this machine, compared with one server")
     commands.add_parser("topology", help="which RDMA ports and CPU cores each GPU of this machine is given")
+    simulate = commands.add_parser("simulate", help="whole pools on virtual time, with faults by seed (a self-test)")
+    simulate.add_argument("--seeds", type=_positive, default=100, help="runs; each seed is another scenario")
+    simulate.add_argument("--requests", type=_positive, default=100, help="client requests in each run")
+    simulate.add_argument("--first-seed", type=int, default=0, help="seeds count up from here")
+    simulate.add_argument("--jobs", type=_positive, default=1, help="processes")
     args = parser.parse_args(argv)
     try:
         return _run(args)
@@ -43,4 +48,21 @@ def _run(args: argparse.Namespace) -> int:
         from vllm_pd_connector.demo.run import demo
 
         return demo()
+    elif args.command == "simulate":
+        from vllm_pd_connector.testing.simulation.many import simulate
+
+        return simulate(
+            args.seeds,
+            args.requests,
+            first_seed=args.first_seed,
+            jobs=args.jobs,
+            tell=lambda line: print(line, flush=True),
+        )
     return 0
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: a whole number from 1 on")
+    return number

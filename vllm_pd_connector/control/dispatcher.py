@@ -9,7 +9,7 @@ import asyncio
 import random
 import threading
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from logging import getLogger
 from typing import Any
@@ -93,6 +93,9 @@ class Dispatcher:
         shape: this decoder's pages.
         key: control channel key.
         timeline: moments.
+        open_client: makes the HTTP client, from the configuration.
+        open_fences: makes the fence client, from the key; called inside the loop.
+        open_loop: makes the event loop.
 
     Raises:
         ConfigError: a key or certificate file cannot be read.
@@ -107,15 +110,19 @@ class Dispatcher:
         shape: CacheShape,
         key: ControlKey | None,
         timeline: Timeline,
+        open_client: Callable[[PDConfig], PrefillerClient] = PrefillerClient,
+        open_fences: Callable[[ControlKey | None], FenceClient] = FenceClient,
+        open_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
     ) -> None:
         self._config = config
         self._key = key
         self._timeline = timeline
-        self._client = PrefillerClient(config)
+        self._client = open_client(config)
+        self._open_fences = open_fences
         self._pool = PrefillerPool(config, self._client, self._spawn, engine_id=engine_id, model=model, shape=shape)
         self._sent: dict[str, _Sent] = {}
         self._events: deque[DispatchOutcome | FenceResult] = deque()
-        self._loop = asyncio.new_event_loop()
+        self._loop = open_loop()
         self._thread = threading.Thread(target=self._run, name="pd-dispatcher", daemon=True)
         self._fences: FenceClient | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -171,7 +178,7 @@ class Dispatcher:
 
     async def _open(self) -> None:
         self._client.open()
-        self._fences = FenceClient(self._key)
+        self._fences = self._open_fences(self._key)
         self._pool.greet_all()
 
     async def _shut(self) -> None:

@@ -62,6 +62,10 @@ class Messenger:
         """Have the duties advanced now. Any thread; microseconds."""
         self._inbox.put(_nothing)
 
+    def wait(self, signal: threading.Event, timeout_s: float) -> bool:
+        """Let another thread wait for what an action it submitted will set; False when the time is over first."""
+        return signal.wait(timeout_s)
+
     def stop(self) -> None:
         """End the thread after its current turn; returns within `STOP_TIMEOUT_S`."""
         self._is_stopping = True

@@ -53,6 +53,9 @@ class WorkerHalf:
     rank: tensor-parallel rank.
     pp_rank: pipeline stage.
     open_transport: makes the rank's transport from a unique name and the place of the rank's GPU.
+    open_messenger: makes the messenger, from the arguments of `Messenger`.
+    open_fence_server: makes the fence server, from the arguments of `FenceServer`.
+    clock: monotonic seconds.
     """
 
     def __init__(
@@ -64,6 +67,9 @@ class WorkerHalf:
         rank: int,
         pp_rank: int = 0,
         open_transport: Callable[[str, Placement], Transport],
+        open_messenger: Callable[..., Messenger] = Messenger,
+        open_fence_server: Callable[..., FenceServer] = FenceServer,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._vllm_config = vllm_config
@@ -73,6 +79,9 @@ class WorkerHalf:
         self._rank = pp_rank * vllm_config.parallel_config.tensor_parallel_size + rank
         self._generation = secrets.token_hex(8)
         self._open_transport = open_transport
+        self._open_messenger = open_messenger
+        self._open_fence_server = open_fence_server
+        self._clock = clock
         self._tally = Tally()
         role = str(vllm_config.kv_transfer_config.kv_role).removeprefix("kv_")
         self._timeline = open_timeline(config.timeline_dir, f"worker-{role}-{self._rank}")
@@ -115,12 +124,17 @@ class WorkerHalf:
         self._transport = self._open_transport(f"pd-{self._generation}-{self._rank}", placement)
         self._transport.register(self._pages)
         self._writer = Writer(
-            self._transport, rank, verify=self._config.verify_pages, tally=self._tally, timeline=self._timeline
+            self._transport,
+            rank,
+            verify=self._config.verify_pages,
+            tally=self._tally,
+            timeline=self._timeline,
+            clock=self._clock,
         )
         self._receiver = Receiver(
             self._transport, rank, max_parked=self._config.max_parked, tally=self._tally, timeline=self._timeline
         )
-        self._messenger = Messenger(
+        self._messenger = self._open_messenger(
             [self._writer, self._receiver],
             self._config.poll_pause_s,
             on_start=partial(_start_thread, device, placement),
@@ -182,10 +196,10 @@ class WorkerHalf:
         if not transfer_ids:
             return
         drained = threading.Event()
-        started = time.monotonic()
+        started = self._clock()
         self._messenger.submit(lambda: self._writer.drain(transfer_ids, drained.set))
-        is_drained = drained.wait(PREEMPTION_WAIT_S)
-        waited_s = time.monotonic() - started
+        is_drained = self._messenger.wait(drained, PREEMPTION_WAIT_S)
+        waited_s = self._clock() - started
         self._tally.add("preemption_waits")
         self._tally.add("preemption_wait_us", round(waited_s * 1e6))
         for transfer_id in transfer_ids:
@@ -244,7 +258,7 @@ class WorkerHalf:
                 "event=control_open host=%s anyone who reaches this port can stop transfers; set control_key_file",
                 self._config.advertise_host,
             )
-        return FenceServer(
+        return self._open_fence_server(
             self._config.advertise_host,
             port,
             generation=self._generation,

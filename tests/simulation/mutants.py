@@ -1,0 +1,375 @@
+"""Each law broken on purpose, in one place of the real code. `python tests/simulation/mutants.py` prints the table.
+
+A mutant replaces one function or one row of a table while it is applied.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+from vllm_pd_connector.control import fence_server
+from vllm_pd_connector.engine import decode_side, prefill_side, receiver, vllm_compat, worker_half, writer
+from vllm_pd_connector.engine.decode_side import DecodeSide
+from vllm_pd_connector.engine.ledger import Ledger
+from vllm_pd_connector.engine.prefill_side import PrefillSide
+from vllm_pd_connector.engine.receiver import Receiver
+from vllm_pd_connector.engine.writer import Writer
+from vllm_pd_connector.lifecycle.completion import Arrival, CompletionTable, _compare
+from vllm_pd_connector.lifecycle.decode_request import DECODE_TABLE, DecodeCommand, DecodeEvent, DecodeState
+from vllm_pd_connector.lifecycle.fence import FENCE_TABLE, FenceCommand, FenceEvent, FenceState
+from vllm_pd_connector.plan.extent import Extent
+from vllm_pd_connector.testing.simulation.run import Run
+from vllm_pd_connector.testing.simulation.scenario import draw
+
+Apply = Callable[[ExitStack], None]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`first_seed`: where the bounded search of CI starts; the table was made from seed 0 on."""
+
+    law: int
+    name: str
+    apply: Apply
+    first_seed: int = 0
+
+
+MUTANTS: list[Mutant] = []
+
+
+def mutant(law: int, name: str, first_seed: int = 0) -> Callable[[Apply], Apply]:
+    def add(apply: Apply) -> Apply:
+        MUTANTS.append(Mutant(law, name, apply, first_seed))
+        return apply
+
+    return add
+
+
+def replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    stack.enter_context(patch.object(owner, name, value))
+
+
+@contextmanager
+def applied(one: Mutant) -> Iterator[None]:
+    with ExitStack() as stack:
+        one.apply(stack)
+        yield
+
+
+# Law 1: no page is reused while a writer may still write it
+
+
+@mutant(1, "a fence does not take the pages over")
+def _(stack: ExitStack) -> None:
+    replace(stack, vllm_compat, "pin_blocks", lambda manager, blocks: None)
+    replace(stack, vllm_compat, "unpin_blocks", lambda manager, blocks: None)
+
+
+@mutant(1, "giving up asks no fence")
+def _(stack: ExitStack) -> None:
+    for state in (DecodeState.DISPATCHED, DecodeState.SETTLING):
+        row = {
+            event: (target, tuple(c for c in commands if c is not DecodeCommand.FENCE))
+            for event, (target, commands) in DECODE_TABLE[state].items()
+        }
+        stack.enter_context(patch.dict(DECODE_TABLE, {state: row}))
+
+
+@mutant(1, "a sender that cannot be reached counts as quiet")
+def _(stack: ExitStack) -> None:
+    lifted = (FenceState.LIFTED, (FenceCommand.UNPIN,))
+    row = {**FENCE_TABLE[FenceState.ASKING], FenceEvent.UNREACHABLE: lifted, FenceEvent.DEADLINE: lifted}
+    stack.enter_context(patch.dict(FENCE_TABLE, {FenceState.ASKING: row}))
+
+
+@mutant(1, "the quarantine is over at once")
+def _(stack: ExitStack) -> None:
+    replace(stack, decode_side, "quarantine_end", lambda *, now, **_: now)
+
+
+@mutant(1, "the quarantine does not wait for the lease of a sender that may live")
+def _(stack: ExitStack) -> None:
+    real = decode_side.quarantine_end
+    replace(stack, decode_side, "quarantine_end", lambda **times: real(**{**times, "is_dead": True}))
+
+
+@mutant(1, "a prefiller keeps writing after its lease")
+def _(stack: ExitStack) -> None:
+    real = Writer.begin
+
+    def begin(self: Writer, order: Any) -> None:
+        real(self, order)
+        self._ledger.leases.disarm(order.reservation.transfer_id)
+
+    replace(stack, Writer, "begin", begin)
+
+
+@mutant(1, "a prefiller forgets which transfers were fenced before they began")
+def _(stack: ExitStack) -> None:
+    replace(stack, Ledger, "is_fenced", lambda self, transfer_id: False)
+
+
+@mutant(1, "a prefiller says quiet while its writes are in flight")
+def _(stack: ExitStack) -> None:
+    def fence(self: Writer, transfer_id: str, when_quiet: Any) -> None:
+        self._ledger.fence(transfer_id)
+        if (outgoing := self._ledger.get(transfer_id)) is not None:
+            self._cancel(outgoing)
+        when_quiet(0)
+
+    replace(stack, Writer, "fence", fence)
+
+
+@mutant(1, "a prefiller says quiet and goes on posting")
+def _(stack: ExitStack) -> None:
+    replace(stack, Writer, "fence", lambda self, transfer_id, when_quiet: when_quiet(0))
+
+
+@mutant(1, "a failed write counts as one that cannot land any more")
+def _(stack: ExitStack) -> None:
+    replace(stack, Ledger, "is_uncertain", lambda self, transfer_id: False)
+
+
+@mutant(1, "a restarted prefiller answers fences for the one before it")
+def _(stack: ExitStack) -> None:
+    real = fence_server.FenceServer._receive
+
+    def receive(self: Any, frames: list[Any]) -> None:
+        message = fence_server.decode_control(frames[-1])
+        if isinstance(message, fence_server.Fence):
+            self._generation = message.generation
+        real(self, frames)
+
+    replace(stack, fence_server.FenceServer, "_receive", receive)
+
+
+@mutant(11, "a restarted prefiller takes dispatches meant for the one before it")
+def _(stack: ExitStack) -> None:
+    real = PrefillSide._accept
+
+    def accept(self: PrefillSide, request: Any, reservation: Any) -> None:
+        import msgspec
+
+        real(self, request, msgspec.structs.replace(reservation, prefiller_generation=self._hello.generation))
+
+    replace(stack, PrefillSide, "_accept", accept)
+
+
+# Law 2: no page is freed or overwritten under a posted write
+
+
+@mutant(2, "a finished prefill is reported before its writes are over")
+def _(stack: ExitStack) -> None:
+    real = Writer.close
+
+    def close(self: Writer, order: Any) -> None:
+        real(self, order)
+        outgoing = self._ledger.get(order.transfer_id)
+        if outgoing is not None and outgoing.waiters:
+            outgoing.waiters.pop()(0)
+
+    replace(stack, Writer, "close", close)
+
+
+@mutant(2, "a step does not wait for writes of preempted pages")
+def _(stack: ExitStack) -> None:
+    replace(stack, worker_half.WorkerHalf, "handle_preemptions", lambda self, transfer_ids: None)
+
+
+@mutant(2, "a write that cannot be cancelled counts as over")
+def _(stack: ExitStack) -> None:
+    def poll_posted(self: Writer) -> None:
+        still = []
+        for posted in self._posted:
+            status = self._transport.poll(posted.handle)
+            if status is writer.WriteStatus.POSTED and not self._is_hopeless(posted):
+                still.append(posted)
+            else:
+                self._transport.release(posted.handle)
+                self._account(posted, status)
+        self._posted = still
+
+    replace(stack, Writer, "_poll_posted", poll_posted)
+
+
+# Law 3: only reserved pages that nobody shares are written
+
+
+@mutant(3, "pages shared by a prefix hit are reserved too")
+def _(stack: ExitStack) -> None:
+    replace(
+        stack,
+        decode_side,
+        "remote_extent",
+        lambda *, num_tokens, local_tokens, block_size: Extent(first_page=0, num_pages=-(-num_tokens // block_size)),
+    )
+
+
+@mutant(3, "a write goes one block too far")
+def _(stack: ExitStack) -> None:
+    real = writer.bind
+
+    def bind(write: Any, layers: Any, src: Any, dst: Any) -> Any:
+        blocks = tuple(min(block + 1, dst.num_blocks - 1) for block in write.dst_blocks)
+        return real(
+            writer.ChunkWrite(transfer_id=write.transfer_id, src_blocks=write.src_blocks, dst_blocks=blocks),
+            layers,
+            src,
+            dst,
+        )
+
+    replace(stack, writer, "bind", bind)
+
+
+# Law 4: a page is written once, when it is complete
+
+
+@mutant(4, "pages sent before are sent again")
+def _(stack: ExitStack) -> None:
+    real = prefill_side.completed_pages
+    replace(stack, prefill_side, "completed_pages", lambda extent, **at: real(extent, **{**at, "sent_stop": 0}))
+
+
+@mutant(4, "a partial page is sent before it is full")
+def _(stack: ExitStack) -> None:
+    def completed_pages(extent: Any, *, sent_stop: int, computed_tokens: int, block_size: int, **_: Any) -> range:
+        start = max(extent.first_page, sent_stop)
+        return range(start, max(start, min(-(-computed_tokens // block_size), extent.stop)))
+
+    replace(stack, prefill_side, "completed_pages", completed_pages)
+
+
+# Law 5: both sides agree on how much is to come
+
+
+@mutant(5, "the decoder expects one unit less")
+def _(stack: ExitStack) -> None:
+    real = receiver.expected_units
+    replace(stack, receiver, "expected_units", lambda rank, **shape: max(1, real(rank, **shape) - 1))
+
+
+@mutant(5, "layers are sent before they are computed")
+def _(stack: ExitStack) -> None:
+    real = worker_half.WorkerHalf.start_step
+
+    def start_step(self: Any, orders: Any) -> None:
+        real(self, orders)
+        if self._signal is not None:
+            self._signal.finish()
+
+    replace(stack, worker_half.WorkerHalf, "start_step", start_step)
+
+
+# Law 6: notes that come twice, early or late
+
+
+@mutant(6, "a note that comes twice is counted twice")
+def _(stack: ExitStack) -> None:
+    def arrive(self: CompletionTable, transfer_id: Any, *, sender: int, seq: int, units: int) -> Arrival:
+        if transfer_id in self._forgotten:
+            return Arrival.LATE
+        count = self._counts.get(transfer_id)
+        if count is None:
+            return Arrival.PARKED
+        count.arrived += units
+        return _compare(count.arrived, self._expected[transfer_id])
+
+    replace(stack, CompletionTable, "arrive", arrive)
+
+
+@mutant(6, "a late note revives a transfer that is over")
+def _(stack: ExitStack) -> None:
+    real = CompletionTable.forget
+
+    def forget(self: CompletionTable, transfer_id: Any) -> None:
+        real(self, transfer_id)
+        self._forgotten.clear()
+
+    replace(stack, CompletionTable, "forget", forget)
+
+
+# Law 7: each request is reported once
+
+
+@mutant(7, "a rank hands back what it has reported already")
+def _(stack: ExitStack) -> None:
+    def hand_back(self: Receiver, order: Any) -> None:
+        if order.transfer_id in self._incoming:
+            if order.failed:
+                self.failed.append(order.request_id)
+            self.finished.append(order.request_id)
+
+    replace(stack, Receiver, "hand_back", hand_back)
+
+
+@mutant(7, "a transfer that completes after it was handed back is reported again")
+def _(stack: ExitStack) -> None:
+    def report_complete(self: Receiver, transfer_id: str) -> None:
+        if incoming := self._incoming.get(transfer_id):
+            self.finished.append(incoming.request_id)
+
+    replace(stack, Receiver, "_report_complete", report_complete)
+
+
+@mutant(7, "a rank does not hand a given-up request back")
+def _(stack: ExitStack) -> None:
+    replace(stack, Receiver, "hand_back", lambda self, order: None)
+
+
+# Law 8: nothing waits without a bound
+
+
+@mutant(8, "a request whose last pages do not come has no deadline")
+def _(stack: ExitStack) -> None:
+    row = {**DECODE_TABLE[DecodeState.SETTLING], DecodeEvent.DEADLINE: (DecodeState.SETTLING, ())}
+    stack.enter_context(patch.dict(DECODE_TABLE, {DecodeState.SETTLING: row}))
+
+
+@mutant(8, "a quarantine never ends")
+def _(stack: ExitStack) -> None:
+    row = {**FENCE_TABLE[FenceState.QUARANTINED], FenceEvent.DEADLINE: (FenceState.QUARANTINED, ())}
+    stack.enter_context(patch.dict(FENCE_TABLE, {FenceState.QUARANTINED: row}))
+
+
+@mutant(8, "the engine may fall idle while pages are fenced")
+def _(stack: ExitStack) -> None:
+    replace(stack, DecodeSide, "is_pending", property(lambda self: False))
+
+
+@mutant(8, "a cancelled write that hangs is waited for without patience, and so are its pages")
+def _(stack: ExitStack) -> None:
+    replace(stack, PrefillSide, "is_pending", property(lambda self: False))
+    replace(stack, Ledger, "drop", lambda self, transfer_id: None)
+
+
+def search(one: Mutant, *, first_seed: int, max_seeds: int, num_requests: int) -> tuple[int, str] | None:
+    """(seeds run, what was seen) when a seed finds the mutant, None when none does."""
+    with applied(one):
+        for number in range(max_seeds):
+            violation = Run(draw(first_seed + number, num_requests)).run().violation
+            if violation is not None:
+                return number + 1, str(violation)
+    return None
+
+
+def main(max_seeds: int = 300, num_requests: int = 100) -> int:
+    """Print the table."""
+    missed = 0
+    for one in MUTANTS:
+        started = time.monotonic()
+        found = search(one, first_seed=0, max_seeds=max_seeds, num_requests=num_requests)
+        missed += found is None
+        where = f"seed {found[0] - 1}, {found[0] * num_requests} requests: {found[1]}" if found else "NOT FOUND"
+        print(f"law {one.law:2}  {one.name}: {where}  ({time.monotonic() - started:.0f} s)", flush=True)
+    print(f"{len(MUTANTS) - missed} of {len(MUTANTS)} mutants found")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""vLLM's configuration of the simulated servers: made once, copied for each server."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm import SamplingParams
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request
+
+from vllm_pd_connector.plugin import MODULE, NAME, register
+from vllm_pd_connector.testing.simulation.pages import BLOCK_SIZE, NUM_LAYERS
+
+if TYPE_CHECKING:
+    from vllm_pd_connector.testing.simulation.scenario import Scenario
+
+LAYERS = [f"layer{i}" for i in range(NUM_LAYERS)]
+HEADS, HEAD_SIZE = 2, 16
+TOKENS_PER_FAMILY = 1000
+SAMPLED_TOKEN = 7
+
+CONFIG_JSON = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
+"intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+"vocab_size": 32000, "max_position_embeddings": 4096, "torch_dtype": "float32"}"""
+
+
+@cache
+def _base() -> VllmConfig:
+    register()
+    init_none_hash(sha256)
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(CONFIG_JSON)
+        cache_config = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True)
+        cache_config.kv_cache_layout = "LBHNC"  # type: ignore[assignment]
+        return VllmConfig(
+            model_config=ModelConfig(model=directory, skip_tokenizer_init=True, dtype="float32"),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=16,
+                max_num_batched_tokens=2048,
+                max_model_len=1024,
+                enable_chunked_prefill=True,
+                is_encoder_decoder=False,
+                async_scheduling=False,
+            ),
+            cache_config=cache_config,
+            device_config=DeviceConfig("cpu"),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector=NAME, kv_connector_module_path=MODULE, kv_role="kv_both", engine_id="template"
+            ),
+        )
+
+
+def engine_config(role: str, engine_id: str, scenario: Scenario, extra: dict[str, Any]) -> VllmConfig:
+    """vLLM's configuration of one server."""
+    config = copy.copy(_base())
+    config.kv_transfer_config = copy.copy(config.kv_transfer_config)
+    assert config.kv_transfer_config is not None
+    config.kv_transfer_config.kv_role = role  # type: ignore[assignment]
+    config.kv_transfer_config.engine_id = engine_id
+    config.kv_transfer_config.kv_connector_extra_config = extra
+    config.cache_config = copy.copy(config.cache_config)
+    config.cache_config.num_gpu_blocks = scenario.num_blocks
+    config.parallel_config = copy.copy(config.parallel_config)
+    config.parallel_config.tensor_parallel_size = scenario.num_ranks
+    config.scheduler_config = copy.copy(config.scheduler_config)
+    if role == "kv_producer":
+        config.scheduler_config.max_num_batched_tokens = scenario.chunk_tokens
+        config.scheduler_config.max_num_scheduled_tokens = scenario.chunk_tokens
+    return config
+
+
+@cache
+def cache_config(num_blocks: int) -> KVCacheConfig:
+    """One group of full attention."""
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32)
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(LAYERS, spec)])
+
+
+@cache
+def kv_tensors(num_blocks: int) -> dict[str, torch.Tensor]:
+    """Per-layer views `[num_blocks, heads, tokens, content]` as vLLM hands out; only their shapes are used."""
+    whole = torch.zeros(NUM_LAYERS, num_blocks, 1, BLOCK_SIZE, 2)
+    return dict(zip(LAYERS, whole, strict=True))
+
+
+@cache
+def sampling(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
+
+
+def prompt(family: int, num_tokens: int) -> list[int]:
+    """The first tokens of a family's text."""
+    return list(range(family * TOKENS_PER_FAMILY, family * TOKENS_PER_FAMILY + num_tokens))
+
+
+def family_of(request: Request) -> int:
+    return request.all_token_ids[0] // TOKENS_PER_FAMILY
+
+
+def make_request(request_id: str, tokens: list[int], max_tokens: int, params: dict[str, Any] | None) -> Request:
+    """What vLLM's API server hands to its scheduler."""
+    request = Request(
+        request_id=request_id,
+        prompt_token_ids=tokens,
+        sampling_params=sampling(max_tokens),
+        pooling_params=None,
+        block_hasher=_block_hashes,
+        arrival_time=0.0,
+    )
+    request.kv_transfer_params = params
+    return request
+
+
+def _block_hashes(request: Request) -> list[Any]:
+    """A name for each new full block: equal for equal prompts, as vLLM's hashes are; outputs are never shared."""
+    family, num_prompt_blocks = family_of(request), request.num_prompt_tokens // BLOCK_SIZE
+    return [
+        b"%d/%d" % (family, i) if i < num_prompt_blocks else f"{request.request_id}/{i}".encode()
+        for i in range(len(request.block_hashes), request.num_tokens // BLOCK_SIZE)
+    ]
