@@ -203,15 +203,8 @@ class Engine:
         started = self._world.now
         for worker in self.workers:
             worker.handle_preemptions(orders.preempted)
-        pages = self.pages
-        pages.may_preempt = False
-        if pages.freed_under_a_read and self.process.is_alive:
-            pages.freed_under_a_read = {b for b in pages.freed_under_a_read if pages.is_read(b)}
-            if pages.freed_under_a_read and self._world.now - started < 0.999 * PREEMPTION_WAIT_S:
-                self._world.break_law(
-                    2,
-                    f"{self.process} goes on although a posted write reads preempted blocks {pages.freed_under_a_read}",
-                )
+        if self.process.is_alive:
+            self.pages.end_preemption(has_waited=self._world.now - started > 0.999 * PREEMPTION_WAIT_S)
 
     def _forward(self, output: SchedulerOutput, orders: StepMetadata) -> None:
         """Lay the pass out in time. Layers matter where something is sent; elsewhere all are computed at its end."""

@@ -55,6 +55,7 @@ class Pages:
     Attributes:
         may_preempt: vLLM may take blocks from requests now; the workers have not been told yet.
         freed_under_a_read: blocks so taken while a posted write reads them.
+        given_up: those of a transfer that was failed because its writes outlasted the wait.
 
     Args:
         process: whose memory this is.
@@ -72,6 +73,7 @@ class Pages:
         self.by_request: dict[str, list[Transfer]] = {}
         self.may_preempt = False
         self.freed_under_a_read: set[int] = set()
+        self.given_up: set[int] = set()
         self._stamps = [0] * len(pool.blocks)
         self._readers = [[0] * len(pool.blocks) for _ in range(num_ranks)]
         self._watch_pool()
@@ -147,10 +149,20 @@ class Pages:
     def is_read(self, block: int) -> bool:
         return any(readers[block] for readers in self._readers)
 
+    def end_preemption(self, *, has_waited: bool) -> None:
+        """The workers have waited for reads of preempted blocks, if need be for as long as they may."""
+        self.may_preempt = False
+        self.given_up = {block for block in self.given_up if self.is_read(block)}
+        still = {block for block in self.freed_under_a_read if self.is_read(block)}
+        if still and not has_waited:
+            self._break(2, f"{self.process} goes on although a posted write reads preempted blocks {still}")
+        self.given_up |= still
+        self.freed_under_a_read.clear()
+
     def check_overwrite(self, blocks: Iterable[int]) -> None:
         """A forward pass is about to write these blocks."""
         for block in blocks:
-            if self.is_read(block) and block not in self.freed_under_a_read:
+            if self.is_read(block) and block not in self.given_up:
                 self._break(2, f"block {block} of {self.process} is overwritten while a posted write reads it")
 
     def _watch_pool(self) -> None:
