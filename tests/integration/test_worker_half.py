@@ -180,6 +180,18 @@ class TestStopping:
         cluster.settle()
         assert quiet == [Quiet(A, 0, is_clean=False)]
 
+    def test_silence_is_not_clean_either_when_the_fence_comes_after_the_transfer_was_dropped(self) -> None:
+        cluster = Cluster(faults=[ScriptedFault("fail", 0)])
+        cluster.begin()
+        cluster.start_step((A, [1], [5]))[0].finish()
+        cluster.settle()
+        cluster.close(cancel=True)
+        cluster.settle()
+        assert list(cluster.p.writer.sent) == ["req-a"]
+        quiet: list[Quiet] = []
+        cluster.p.writer.fence(A, quiet.append)
+        assert quiet == [Quiet(A, 0, is_clean=False)]  # law 1
+
     def test_silence_after_a_failed_write_is_not_clean(self) -> None:
         """What it had on the wire may still land, so the decoder must not reuse the pages at once (law 1)."""
         cluster = Cluster(faults=[ScriptedFault("fail", 1)])

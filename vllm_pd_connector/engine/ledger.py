@@ -6,8 +6,8 @@ from vllm_pd_connector.engine.outgoing import Outgoing
 from vllm_pd_connector.lifecycle.deadline import Deadlines
 from vllm_pd_connector.lifecycle.outgoing import OutgoingState
 
-MAX_FENCED = 65_536
-"""Fenced transfer ids remembered, oldest dropped first. A dispatch that old has long been closed by its decoder."""
+MAX_REMEMBERED = 65_536
+"""Ids of fenced and of unclean transfers remembered, oldest dropped first. Dispatches that old have long been closed."""
 
 MAX_FAILURES = 4_096
 """Failed transfers whose reason is remembered: decoders ask within seconds."""
@@ -22,6 +22,7 @@ class Ledger:
     def __init__(self) -> None:
         self._transfers: dict[str, Outgoing] = {}
         self._fenced: OrderedDict[str, None] = OrderedDict()
+        self._unclean: OrderedDict[str, None] = OrderedDict()
         self._failures: OrderedDict[str, str] = OrderedDict()
         self._patience: dict[str, float] = {}
         self.leases: Deadlines[str] = Deadlines()
@@ -40,14 +41,18 @@ class Ledger:
         return outgoing is None or outgoing.is_drained
 
     def drop(self, transfer_id: str) -> None:
-        self._transfers.pop(transfer_id, None)
+        outgoing = self._transfers.pop(transfer_id, None)
+        if outgoing is not None and not outgoing.is_clean:
+            _remember(self._unclean, transfer_id)
         self._patience.pop(transfer_id, None)
         self.leases.disarm(transfer_id)
 
+    def was_clean(self, transfer_id: str) -> bool:
+        """Whether no write of a transfer that was dropped had failed: its fence may come after that."""
+        return transfer_id not in self._unclean
+
     def fence(self, transfer_id: str) -> None:
-        self._fenced[transfer_id] = None
-        while len(self._fenced) > MAX_FENCED:
-            self._fenced.popitem(last=False)
+        _remember(self._fenced, transfer_id)
 
     def is_fenced(self, transfer_id: str) -> bool:
         return transfer_id in self._fenced
@@ -66,3 +71,9 @@ class Ledger:
 
     def patience_is_over(self, transfer_id: str, now: float) -> bool:
         return now > self._patience.get(transfer_id, now)
+
+
+def _remember(ids: OrderedDict[str, None], transfer_id: str) -> None:
+    ids[transfer_id] = None
+    while len(ids) > MAX_REMEMBERED:
+        ids.popitem(last=False)

@@ -154,7 +154,7 @@ class Writer:
         self._ledger.fence(transfer_id)
         outgoing = self._ledger.get(transfer_id)
         if outgoing is None:
-            when_quiet(Quiet(transfer_id, 0))
+            when_quiet(Quiet(transfer_id, 0, is_clean=self._ledger.was_clean(transfer_id)))
             return
         self._cancel(outgoing)
         outgoing.waiters.append(when_quiet)

@@ -129,10 +129,10 @@ class Engine:
         self.half.bind(self.manager)
         self.workers = [self._worker(rank, config, vllm_config, caches) for rank in range(scenario.num_ranks)]
         for worker in self.workers:
-            worker.register(template.kv_tensors(scenario.num_blocks))
+            worker.register(template.kv_tensors(scenario.num_blocks, scenario.num_ranks))
         for transport, worker in zip(self.transports, self.workers, strict=True):
             transport.wake = worker._messenger.wake
-        self.half.greet_workers({rank: worker.handshake() for rank, worker in enumerate(self.workers)})
+        self.half.greet_workers({(0, rank): worker.handshake() for rank, worker in enumerate(self.workers)})
 
     def _worker(self, rank: int, config: Any, vllm_config: Any, caches: Any) -> WorkerHalf:
         transport = SimulatedTransport(self.process, self._network, rank, self.pages)
@@ -142,7 +142,7 @@ class Engine:
             vllm_config,
             caches,
             rank=rank,
-            open_transport=lambda name: transport,
+            open_transport=lambda name, placement: transport,
             open_messenger=partial(SimulatedMessenger, process=self.process),
             open_fence_server=partial(SimulatedFenceServer, process=self.process, network=self._network, rank=rank),
             clock=self.process.clock,
@@ -292,15 +292,18 @@ class Engine:
         """What the workers say of held requests, before vLLM acts on it (laws 5 and 8)."""
         for request_id in reported.finished_recving or ():
             request = self.scheduler.requests.get(request_id)
-            for transfer in self.pages.by_request.get(request_id, ()) if request is not None else ():
-                limit = self.half._config.request_deadline_s + self.half._config.settle_s + SLACK_S
-                if self._world.now - transfer.opened_at > limit + self.process.paused_s:
-                    self._world.break_law(8, f"{request_id} was held for {self._world.now - transfer.opened_at:.1f} s")
-                if request_id not in (reported.failed_recving or ()) and not request.is_finished():
-                    transfer.is_loaded = True
-                    blocks = self.manager.get_block_ids(request_id)[0]
-                    self._world.tell("%s has loaded %s", self.process, request_id)
-                    self.pages.expect(request_id, template.family_of(request), request.num_computed_tokens, blocks)
+            attempts = self.pages.by_request.get(request_id)
+            if request is None or not attempts:
+                continue  # vLLM will say what it thinks of it
+            transfer = attempts[-1]
+            limit = self.half._config.request_deadline_s + self.half._config.settle_s + SLACK_S
+            if self._world.now - transfer.opened_at > limit + self.process.paused_s:
+                self._world.break_law(8, f"{request_id} was held for {self._world.now - transfer.opened_at:.1f} s")
+            if request_id not in (reported.failed_recving or ()) and not request.is_finished():
+                transfer.is_loaded = True
+                blocks = self.manager.get_block_ids(request_id)[0]
+                self._world.tell("%s has loaded %s", self.process, request_id)
+                self.pages.expect(request_id, template.family_of(request), request.num_computed_tokens, blocks)
 
     def _check_pages(self, request: Request | None, blocks: list[int]) -> None:
         """A request that has just finished normally: everything it attended to was right."""
@@ -311,8 +314,7 @@ class Engine:
         """Every block that is not free has owners, as many as vLLM counts (no page is held without one)."""
         decode = self.half._decode
         for fenced in decode._fenced.values() if decode is not None else ():
-            config = self.half._config
-            limit = config.request_deadline_s + config.quarantine_s + SLACK_S + self.process.paused_s
+            limit = fenced.lease_s + self.half._config.quarantine_s + SLACK_S + self.process.paused_s
             if self.process.clock() - fenced.closed_at > limit:
                 self._world.break_law(8, f"pages of {fenced.transfer_id[:6]} have been fenced for more than {limit} s")
         if self._num_steps % OWNERS_EVERY:

@@ -274,12 +274,14 @@ class SimulatedFenceServer(FenceServer):
         generation: str,
         key: Any,
         on_fence: Any,
+        on_inquiry: Any,
         process: Process,
         network: Network,
         rank: int,
     ) -> None:
         self._generation = generation
         self._on_fence = on_fence
+        self._on_inquiry = on_inquiry
         self._process = process
         self._network = network
         self._router = SimpleNamespace(send_multipart=self._send)  # type: ignore[assignment]

@@ -154,7 +154,7 @@ class Server:
                 gauges = side.gauges()
                 left |= {k: v for k, v in gauges.items() if k != "prefillers_usable"}
         if engine.half._decode is not None:
-            left["spent requests"] = len(engine.half._decode._spent)
+            left["courses of requests"] = len(engine.half._decode._courses)
         if engine.half._prefill is not None:
             left["prefills"] = len(engine.half._prefill._prefills) + len(engine.half._prefill._by_transfer)
             left["replies"] = len(engine.half._prefill._replies)

@@ -85,9 +85,9 @@ def cache_config(num_blocks: int) -> KVCacheConfig:
 
 
 @cache
-def kv_tensors(num_blocks: int) -> dict[str, torch.Tensor]:
+def kv_tensors(num_blocks: int, num_ranks: int) -> dict[str, torch.Tensor]:
     """Per-layer views `[num_blocks, heads, tokens, content]` as vLLM hands out; only their shapes are used."""
-    whole = torch.zeros(NUM_LAYERS, num_blocks, 1, BLOCK_SIZE, 2)
+    whole = torch.zeros(NUM_LAYERS, num_blocks, HEADS // num_ranks, BLOCK_SIZE, 2 * HEAD_SIZE)
     return dict(zip(LAYERS, whole, strict=True))
 
 

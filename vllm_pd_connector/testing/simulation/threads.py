@@ -31,7 +31,7 @@ class SimulatedMessenger(Messenger):
         self.wake()
 
     def submit(self, action: Callable[[], None]) -> None:
-        self._inbox.append(action)
+        self._inbox.put(action)
         self.wake()
 
     def wake(self) -> None:

@@ -15,7 +15,7 @@ from vllm_pd_connector.transport.base import WriteStatus
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm_pd_connector.geometry.page_table import PageTable
+    from vllm_pd_connector.geometry.page_table import PageTable, PageView
     from vllm_pd_connector.plan.write import BoundWrite
     from vllm_pd_connector.testing.simulation.network import Network
     from vllm_pd_connector.testing.simulation.pages import Pages
@@ -27,6 +27,13 @@ class SimulatedPeer:
     target: SimulatedTransport | None
     pages: PageTable
     is_connected: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedLane:
+    """Between servers of equal shape a piece is a page, and its number that of `Pages.contents`."""
+
+    peer: SimulatedPeer
 
 
 @dataclass(slots=True, eq=False)
@@ -84,12 +91,16 @@ class SimulatedTransport:
             raise PeerLost(f"{descriptor.decode()} does not answer")
         return SimulatedPeer(target, pages)
 
-    def post_write(self, peer: SimulatedPeer, write: BoundWrite, note: bytes) -> SimulatedWrite:
+    def open_lane(self, peer: SimulatedPeer, src: PageView, dst: PageView) -> SimulatedLane:
+        return SimulatedLane(peer)
+
+    def post_write(self, lane: SimulatedLane, write: BoundWrite, note: bytes) -> SimulatedWrite:
+        peer = lane.peer
         if not peer.is_connected:
             raise PeerLost("disconnected")
         transfer_id = _transfer_of(note)
         fails_at = self._world.now + self._network.noise.fail_s
-        handle = SimulatedWrite(peer, write.src_pages.tolist(), write.dst_pages.tolist(), note, transfer_id, fails_at)
+        handle = SimulatedWrite(peer, write.src_pieces.tolist(), write.dst_pieces.tolist(), note, transfer_id, fails_at)
         self._memory.start_read(self._rank, handle.src_pages)
         if peer.target is not None:
             peer.target._memory.check_posted_once(transfer_id, peer.target._rank, handle.dst_pages)
@@ -111,11 +122,7 @@ class SimulatedTransport:
         return handle.status
 
     def release(self, handle: SimulatedWrite) -> bool:
-        if handle.status is WriteStatus.POSTED and not handle.has_landed:
-            if self._world.random.random() < 0.3:
-                return False
-            self._break_off(handle)
-        return True
+        return handle.is_over
 
     def notify(self, peer: SimulatedPeer, note: bytes) -> None:
         if not peer.is_connected:
