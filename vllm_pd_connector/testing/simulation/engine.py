@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm_pd_connector.testing.simulation.world import Process
 
 STEP_S = (0.004, 0.02)
-IDLE_STEP_S = (0.005, 0.3)
+IDLE_STEP_S = (0.005, 0.5)
 """vLLM steps each millisecond while it only waits; steps in which nothing happens get rarer here, to save time."""
 
 OWNERS_EVERY = 16
@@ -221,7 +221,7 @@ class Engine:
             seconds = self._world.random.uniform(*STEP_S)
         else:
             seconds = self._world.random.uniform(0.5, 1.0) * self._idle_step_s
-            self._idle_step_s = min(IDLE_STEP_S[1], self._idle_step_s * 1.3)
+            self._idle_step_s = min(IDLE_STEP_S[1], self._idle_step_s * 2)
         if orders.writes:
             for layer in range(NUM_LAYERS):
                 at = self._world.now + seconds * (layer + 1) / (NUM_LAYERS + 1)

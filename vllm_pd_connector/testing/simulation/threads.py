@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from vllm_pd_connector.testing.simulation.world import Process
 
-BUSY_POLL_S = 0.02
+BUSY_POLL_S = 0.1
 """Between turns when nothing happened. In production it is `poll_pause_s`; here the transport calls when it matters."""
 
 
