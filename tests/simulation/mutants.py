@@ -13,19 +13,22 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
+
 from vllm_pd_connector.control import fence_server
-from vllm_pd_connector.engine import decode_side, prefill_side, receiver, vllm_compat, worker_half, writer
+from vllm_pd_connector.engine import fenced_pages, prefill_side, receiver, vllm_compat, worker_half, writer
 from vllm_pd_connector.engine.decode_side import DecodeSide
 from vllm_pd_connector.engine.ledger import Ledger
+from vllm_pd_connector.engine.outgoing import Outgoing
 from vllm_pd_connector.engine.prefill_side import PrefillSide
 from vllm_pd_connector.engine.receiver import Receiver
 from vllm_pd_connector.engine.writer import Writer
 from vllm_pd_connector.lifecycle.completion import Arrival, CompletionTable, _compare
 from vllm_pd_connector.lifecycle.decode_request import DECODE_TABLE, DecodeCommand, DecodeEvent, DecodeState
 from vllm_pd_connector.lifecycle.fence import FENCE_TABLE, FenceCommand, FenceEvent, FenceState
-from vllm_pd_connector.plan.extent import Extent
 from vllm_pd_connector.testing.simulation.run import Run
 from vllm_pd_connector.testing.simulation.scenario import draw
+from vllm_pd_connector.wire.messages import Quiet
 
 Apply = Callable[[ExitStack], None]
 
@@ -90,13 +93,13 @@ def _(stack: ExitStack) -> None:
 
 @mutant(1, "the quarantine is over at once")
 def _(stack: ExitStack) -> None:
-    replace(stack, decode_side, "quarantine_end", lambda *, now, **_: now)
+    replace(stack, fenced_pages, "quarantine_end", lambda *, now, **_: now)
 
 
 @mutant(1, "the quarantine does not wait for the lease of a sender that may live")
 def _(stack: ExitStack) -> None:
-    real = decode_side.quarantine_end
-    replace(stack, decode_side, "quarantine_end", lambda **times: real(**{**times, "is_dead": True}))
+    real = fenced_pages.quarantine_end
+    replace(stack, fenced_pages, "quarantine_end", lambda **times: real(**{**times, "is_dead": True}))
 
 
 @mutant(1, "a prefiller keeps writing after its lease")
@@ -121,19 +124,24 @@ def _(stack: ExitStack) -> None:
         self._ledger.fence(transfer_id)
         if (outgoing := self._ledger.get(transfer_id)) is not None:
             self._cancel(outgoing)
-        when_quiet(0)
+        when_quiet(Quiet(transfer_id, 0))
 
     replace(stack, Writer, "fence", fence)
 
 
 @mutant(1, "a prefiller says quiet and goes on posting")
 def _(stack: ExitStack) -> None:
-    replace(stack, Writer, "fence", lambda self, transfer_id, when_quiet: when_quiet(0))
+    replace(stack, Writer, "fence", lambda self, transfer_id, when_quiet: when_quiet(Quiet(transfer_id, 0)))
 
 
 @mutant(1, "a failed write counts as one that cannot land any more")
 def _(stack: ExitStack) -> None:
-    replace(stack, Ledger, "is_uncertain", lambda self, transfer_id: False)
+    replace(stack, Outgoing, "silence", property(lambda self: Quiet(self.transfer_id, self.units)))
+
+
+@mutant(1, "a failed write is forgotten with its transfer")
+def _(stack: ExitStack) -> None:
+    replace(stack, Ledger, "was_clean", lambda self, transfer_id: True)
 
 
 @mutant(1, "a restarted prefiller answers fences for the one before it")
@@ -172,7 +180,7 @@ def _(stack: ExitStack) -> None:
         real(self, order)
         outgoing = self._ledger.get(order.transfer_id)
         if outgoing is not None and outgoing.waiters:
-            outgoing.waiters.pop()(0)
+            outgoing.waiters.pop()(outgoing.silence)
 
     replace(stack, Writer, "close", close)
 
@@ -203,46 +211,41 @@ def _(stack: ExitStack) -> None:
 
 @mutant(3, "pages shared by a prefix hit are reserved too")
 def _(stack: ExitStack) -> None:
-    replace(
-        stack,
-        decode_side,
-        "remote_extent",
-        lambda *, num_tokens, local_tokens, block_size: Extent(first_page=0, num_pages=-(-num_tokens // block_size)),
-    )
+    spans, order = DecodeSide._spans, DecodeSide._order
+    replace(stack, DecodeSide, "_spans", lambda self, num_tokens, local_tokens: spans(self, num_tokens, 0))
+    replace(stack, DecodeSide, "_order", lambda self, request, held, local, *rest: order(self, request, held, 0, *rest))
 
 
 @mutant(3, "a write goes one block too far")
 def _(stack: ExitStack) -> None:
-    real = writer.bind
+    real = writer.select
 
-    def bind(write: Any, layers: Any, src: Any, dst: Any) -> Any:
-        blocks = tuple(min(block + 1, dst.num_blocks - 1) for block in write.dst_blocks)
+    def select(group: Any, route: Any, transfer_id: str, src: Any, dst: Any) -> Any:
+        blocks = np.minimum(np.asarray(group.dst_blocks) + 1, dst.num_blocks - 1)
         return real(
-            writer.ChunkWrite(transfer_id=write.transfer_id, src_blocks=write.src_blocks, dst_blocks=blocks),
-            layers,
+            writer.GroupWrite(span=group.span, src_blocks=group.src_blocks, dst_blocks=blocks),
+            route,
+            transfer_id,
             src,
             dst,
         )
 
-    replace(stack, writer, "bind", bind)
+    replace(stack, writer, "select", select)
 
 
 # Law 4: a page is written once, when it is complete
 
 
-@mutant(4, "pages sent before are sent again")
+@mutant(4, "tokens sent before are sent again")
 def _(stack: ExitStack) -> None:
-    real = prefill_side.completed_pages
-    replace(stack, prefill_side, "completed_pages", lambda extent, **at: real(extent, **{**at, "sent_stop": 0}))
+    real = prefill_side.completed_span
+    replace(stack, prefill_side, "completed_span", lambda wanted, **at: real(wanted, **{**at, "sent_stop": 0}))
 
 
-@mutant(4, "a partial page is sent before it is full")
+@mutant(4, "a page that is sent before it is full is sent again when it is")
 def _(stack: ExitStack) -> None:
-    def completed_pages(extent: Any, *, sent_stop: int, computed_tokens: int, block_size: int, **_: Any) -> range:
-        start = max(extent.first_page, sent_stop)
-        return range(start, max(start, min(-(-computed_tokens // block_size), extent.stop)))
-
-    replace(stack, prefill_side, "completed_pages", completed_pages)
+    real = prefill_side.completed_span
+    replace(stack, prefill_side, "completed_span", lambda wanted, **at: real(wanted, **{**at, "granule": 1}))
 
 
 # Law 5: both sides agree on how much is to come
@@ -251,7 +254,7 @@ def _(stack: ExitStack) -> None:
 @mutant(5, "the decoder expects one unit less")
 def _(stack: ExitStack) -> None:
     real = receiver.expected_units
-    replace(stack, receiver, "expected_units", lambda rank, **shape: max(1, real(rank, **shape) - 1))
+    replace(stack, receiver, "expected_units", lambda spans, **shape: real(spans, **shape) - 1)
 
 
 @mutant(5, "layers are sent before they are computed")
@@ -342,10 +345,20 @@ def _(stack: ExitStack) -> None:
     replace(stack, DecodeSide, "is_pending", property(lambda self: False))
 
 
-@mutant(8, "a cancelled write that hangs is waited for without patience, and so are its pages")
+@mutant(8, "a prefiller does not drop transfers that are over")
 def _(stack: ExitStack) -> None:
-    replace(stack, PrefillSide, "is_pending", property(lambda self: False))
     replace(stack, Ledger, "drop", lambda self, transfer_id: None)
+
+
+@mutant(8, "an aborted prefill is not closed")
+def _(stack: ExitStack) -> None:
+    real = PrefillSide.plan
+
+    def plan(self: PrefillSide, output: Any, orders: Any) -> None:
+        self._closes = [close for close in self._closes if not close.cancel]
+        real(self, output, orders)
+
+    replace(stack, PrefillSide, "plan", plan)
 
 
 def search(one: Mutant, *, first_seed: int, max_seeds: int, num_requests: int) -> tuple[int, str] | None:

@@ -7,7 +7,7 @@ from vllm_pd_connector.lifecycle.deadline import Deadlines
 from vllm_pd_connector.lifecycle.outgoing import OutgoingState
 
 MAX_REMEMBERED = 65_536
-"""Ids of fenced and of unclean transfers remembered, oldest dropped first. Dispatches that old have long been closed."""
+"""Ids of fenced and unclean transfers remembered, oldest dropped first. Dispatches that old have long been closed."""
 
 MAX_FAILURES = 4_096
 """Failed transfers whose reason is remembered: decoders ask within seconds."""

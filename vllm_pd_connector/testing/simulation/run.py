@@ -160,12 +160,20 @@ class _ToWorld(logging.Handler):
 def _package_log_in(world: World) -> Iterator[None]:
     """The package's log lines become part of the run's log, and go nowhere else; vLLM's are left out."""
     logger, vllm = logging.getLogger(PACKAGE), logging.getLogger("vllm")
-    before = logger.handlers, logger.level, logger.propagate, vllm.level
+    before = logger.handlers, logger.propagate, logger.level, vllm.level
     logger.handlers, logger.propagate = [_ToWorld(world)], False
-    logger.setLevel(logging.INFO if world.keep_log else logging.CRITICAL + 1)
-    vllm.setLevel(logging.CRITICAL)
+    _set_level(logger, logging.INFO if world.keep_log else logging.CRITICAL + 1)
+    _set_level(vllm, logging.CRITICAL)
     try:
         yield
     finally:
-        logger.handlers, logger.level, logger.propagate = before[:3]
-        vllm.setLevel(before[3])
+        logger.handlers, logger.propagate = before[:2]
+        if world.keep_log:  # a run without a log leaves things quiet for the next one
+            _set_level(logger, before[2])
+            _set_level(vllm, before[3])
+
+
+def _set_level(logger: logging.Logger, level: int) -> None:
+    """Setting a level empties a cache of all loggers, which costs as much as a simulated request."""
+    if logger.level != level:
+        logger.setLevel(level)

@@ -111,8 +111,8 @@ def draw(seed: int, num_requests: int) -> Scenario:
     """The scenario of a seed."""
     random = Random(f"scenario {seed}")
     num_decoders, num_prefillers = random.choice([(1, 1), (1, 2), (2, 1), (2, 2), (2, 3)])
-    calm = random.random() < 0.25
-    span = num_requests * random.choice([0.02, 0.05, 0.1])
+    calm = random.random() < 0.15
+    span = num_requests * random.choice([0.005, 0.01, 0.05])
     num_blocks = random.choice([24, 48, 96])
     return Scenario(
         seed=seed,
@@ -148,7 +148,7 @@ def _request(random: Random, number: int, span: float, num_decoders: int, num_bl
         decoder=random.randrange(num_decoders),
         family=random.randrange(NUM_FAMILIES),
         num_tokens=max(1, num_pages * 4 - random.randrange(4)),
-        max_tokens=random.choice([1, 2, 5]),
+        max_tokens=random.choice([1, 1, 2, 4]),
         leaves_after_s=random.choice([0.0, 0.01, 0.03, 0.1, 1.0]) if random.random() < 0.12 else None,
         params=random.choice([None] * 12 + [{"prefiller": "http://p0"}, {"prefiller": 7}]),
     )
@@ -158,7 +158,7 @@ def _faults(random: Random, span: float, num_decoders: int, num_prefillers: int)
     decoders = [f"d{i}" for i in range(num_decoders)]
     prefillers = [f"p{i}" for i in range(num_prefillers)]
     faults = []
-    for _ in range(random.choice([0, 1, 2, 4])):
+    for _ in range(random.choice([1, 2, 4, 6])):
         kind: FaultKind = random.choice(["kill", "kill_silently", "pause", "cut", "cut", "reset_cache"])
         faults.append(
             Fault(
