@@ -144,7 +144,7 @@ def _(stack: ExitStack) -> None:
     replace(stack, Ledger, "was_clean", lambda self, transfer_id: True)
 
 
-@mutant(1, "a restarted prefiller answers fences for the one before it")
+@mutant(11, "a restarted prefiller answers fences for the one before it")
 def _(stack: ExitStack) -> None:
     real = fence_server.FenceServer._receive
 
@@ -155,18 +155,6 @@ def _(stack: ExitStack) -> None:
         real(self, frames)
 
     replace(stack, fence_server.FenceServer, "_receive", receive)
-
-
-@mutant(11, "a restarted prefiller takes dispatches meant for the one before it")
-def _(stack: ExitStack) -> None:
-    real = PrefillSide._accept
-
-    def accept(self: PrefillSide, request: Any, reservation: Any) -> None:
-        import msgspec
-
-        real(self, request, msgspec.structs.replace(reservation, prefiller_generation=self._hello.generation))
-
-    replace(stack, PrefillSide, "_accept", accept)
 
 
 # Law 2: no page is freed or overwritten under a posted write

@@ -20,7 +20,7 @@ from vllm_pd_connector.testing.simulation.world import Violation, World
 if TYPE_CHECKING:
     from vllm_pd_connector.testing.simulation.scenario import Fault, Scenario
 
-SETTLE_S = 40.0
+SETTLE_S = 60.0
 """Virtual seconds after the last arrival, fault or answer within which something must end (law 8)."""
 
 LOOK_EVERY_S = 0.5

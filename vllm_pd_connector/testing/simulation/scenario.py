@@ -94,7 +94,7 @@ class Scenario:
 
 
 TIMES = {
-    "request_deadline_s": 8.0,
+    "request_deadline_s": 12.0,
     "settle_s": 2.0,
     "fence_s": 1.0,
     "quarantine_s": 6.0,
@@ -103,8 +103,8 @@ TIMES = {
 }
 """Shorter than in production, in like proportions; `quarantine_s` covers `Noise.late_s` and the writer's patience."""
 
-MIN_FAULT_S, MAX_FAULT_S = 0.05, 25.0
-"""From much shorter than a step to much longer than a lease and a quarantine."""
+FAULT_S = ((0.02, 1.0), (1.0, 8.0), (8.0, 32.0))
+"""Shorter than a step to longer than a deadline, a lease and a quarantine together."""
 
 
 def draw(seed: int, num_requests: int) -> Scenario:
@@ -159,14 +159,14 @@ def _faults(random: Random, span: float, num_decoders: int, num_prefillers: int)
     prefillers = [f"p{i}" for i in range(num_prefillers)]
     faults = []
     for _ in range(random.choice([1, 2, 4, 6])):
-        kind: FaultKind = random.choice(["kill", "kill_silently", "pause", "cut", "cut", "reset_cache"])
+        kind: FaultKind = random.choice(["kill", "kill_silently", "pause", "pause", "cut", "cut", "reset_cache"])
         faults.append(
             Fault(
                 kind=kind,
                 at=random.uniform(0.0, span),
                 target=random.choice(decoders) if kind == "cut" else random.choice(decoders + prefillers),
                 other=random.choice(prefillers) if kind == "cut" else "",
-                seconds=MIN_FAULT_S * (MAX_FAULT_S / MIN_FAULT_S) ** random.random(),
+                seconds=random.uniform(*random.choice(FAULT_S)),
             )
         )
     return tuple(sorted(faults, key=lambda fault: fault.at))
