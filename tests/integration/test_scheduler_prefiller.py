@@ -240,6 +240,7 @@ def test_a_reservation_that_does_not_fit_costs_one_token_and_says_why(rig: Rig, 
     rig.complete(step)
     reply = reply_of(rig, request)
     assert reply.error
+    assert reply.declined
     assert reply.pages == 0
     assert (reply.hello is not None) == ("prefiller_generation" in changes)
     rig.run_until_done()
@@ -253,7 +254,9 @@ def test_a_transfer_that_is_being_served_is_refused_a_second_time(rig: Rig) -> N
     step = rig.step()
     assert step.tokens == {first.request_id: PROMPT, second.request_id: 1}
     assert len(step.orders.begins) == 1
-    assert "already" in reply_of(rig, second).error
+    reply = reply_of(rig, second)
+    assert "already" in reply.error
+    assert not reply.declined  # the first is being written for: a decoder must fence it (law 1)
 
 
 def test_another_protocol_is_refused_in_the_answer(rig: Rig) -> None:
