@@ -15,6 +15,11 @@ from vllm_pd_connector.testing.servers import ServerSpec
 NAMESPACE = "pdfaults"
 NEAR, FAR = "pdfaults-d", "pdfaults-p"
 NEAR_ADDRESS, FAR_ADDRESS = "10.77.13.1", "10.77.13.2"
+IN_NAMESPACE = ("ip", "netns", "exec", NAMESPACE)
+LOSSY = "netem delay 20ms 5ms loss 3%"
+NARROW = "tbf rate 100mbit burst 32k latency 3ms"
+"""A queue so short that it drops what TCP sends in a burst, for kernels without netem."""
+
 ONLY_SOCKETS = {"UCX_TLS": "tcp", "GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 
 
@@ -37,7 +42,7 @@ class Link:
         return replace(
             spec,
             host=FAR_ADDRESS,
-            prefix=["ip", "netns", "exec", NAMESPACE],
+            prefix=IN_NAMESPACE,
             env={**spec.env, **ONLY_SOCKETS, "UCX_NET_DEVICES": FAR},
             extra={**spec.extra, "advertise_host": FAR_ADDRESS},
         )
@@ -49,14 +54,22 @@ class Link:
     def mend(self) -> None:
         _run("ip", "link", "set", NEAR, "up")
 
-    def spoil(self, *netem: str) -> None:
-        """`tc netem` on both ends, e.g. "loss", "5%", "delay", "20ms"."""
-        _run("tc", "qdisc", "replace", "dev", NEAR, "root", "netem", *netem)
-        _run("ip", "netns", "exec", NAMESPACE, "tc", "qdisc", "replace", "dev", FAR, "root", "netem", *netem)
+    def spoil(self) -> str:
+        """Loss and delay on both ends, by what the kernel has; says what that was."""
+        complaint = ""
+        for discipline in (LOSSY, NARROW):
+            try:
+                _run("tc", "qdisc", "replace", "dev", NEAR, "root", *discipline.split())
+                _run(*IN_NAMESPACE, "tc", "qdisc", "replace", "dev", FAR, "root", *discipline.split())
+            except subprocess.CalledProcessError as error:
+                complaint = error.stderr.strip()
+                continue
+            return f"tc {discipline}" + (f" (no netem here: {complaint})" if complaint else "")
+        raise RuntimeError(complaint)
 
     def heal(self) -> None:
         _run("tc", "qdisc", "del", "dev", NEAR, "root")
-        _run("ip", "netns", "exec", NAMESPACE, "tc", "qdisc", "del", "dev", FAR, "root")
+        _run(*IN_NAMESPACE, "tc", "qdisc", "del", "dev", FAR, "root")
 
 
 @contextmanager

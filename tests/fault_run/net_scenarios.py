@@ -54,10 +54,8 @@ def blip_network(cast: Cast, want: Want, chance: random.Random) -> Outcome:
 
 def bad_network(cast: Cast, want: Want, chance: random.Random) -> Outcome:
     """Loss and delay on both ends."""
-    netem = ("delay", "20ms", "5ms", "loss", "3%")
-    outcome = Outcome(f"tc netem {' '.join(netem)} on both ends")
     assert cast.link is not None
-    cast.link.spoil(*netem)
+    outcome = Outcome(f"{cast.link.spoil()} on both ends")
     try:
         load = Load(cast.decoder.url, want, LIMIT_S)
         outcome.count(Crowd(cast.decoder.url, LONG, want, LIMIT_S).join(), LIMIT_S)
