@@ -218,6 +218,7 @@ class TestStopping:
         cluster.close()
         cluster.settle()
         assert not cluster.p.writer.sent  # law 2
+        assert cluster.p.tally.take()["writes_stuck"] == 1  # it is said once
         stubborn[0].may_release = True
         cluster.settle()
         assert list(cluster.p.writer.sent) == ["req-a"]

@@ -55,6 +55,7 @@ class _Posted:
     handle: Any
     bound: BoundWrite
     layers: Sequence[int]
+    is_stuck: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -255,17 +256,30 @@ class Writer:
                 still.append(posted)
                 continue
             if not self._transport.release(posted.handle):
+                self._complain_stuck(posted)
                 still.append(posted)  # it may still read the pages: they stay (law 2)
                 continue
             self._account(posted, status)
         self._posted = still
 
     def _is_hopeless(self, posted: _Posted) -> bool:
-        """A cancelled write that will not end by itself; releasing its handle asks the transport to cancel it."""
+        """A cancelled write that does not end by itself; few transports can be asked to end it."""
         outgoing = posted.outgoing
         return outgoing.state is OutgoingState.CANCELLED and self._ledger.patience_is_over(
             outgoing.transfer_id, self._clock()
         )
+
+    def _complain_stuck(self, posted: _Posted) -> None:
+        """Once: no bound of ours ends this wait (law 2 before law 8)."""
+        if not posted.is_stuck:
+            posted.is_stuck = True
+            self._tally.add("writes_stuck")
+            logger.error(
+                "event=write_stuck transfer=%s rank=%d layers=%s its pages stay until the transport ends it",
+                posted.outgoing.transfer_id,
+                self._sender,
+                list(posted.layers),
+            )
 
     def _account(self, posted: _Posted, status: WriteStatus) -> None:
         outgoing = posted.outgoing
