@@ -1,4 +1,4 @@
-.PHONY: setup demo test test-fast check bench clean
+.PHONY: setup demo test test-fast check bench faults fuzz clean
 
 setup:      ## .venv with vLLM, NIXL and this plugin (seconds when nothing changed)
 	@python3 scripts/setup.py
@@ -19,6 +19,12 @@ check: setup
 
 bench: setup
 	.venv/bin/python -m benchmarks
+
+faults: setup ## real servers under faults, half an hour
+	scripts/faults
+
+fuzz: setup ## hostile input, one minute
+	scripts/fuzz --minutes 1
 
 clean:
 	rm -rf .venv .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
