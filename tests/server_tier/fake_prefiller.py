@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from server_tier.ask import post, until
+from server_tier.ask import body_of, post, until
 from vllm_pd_connector.testing.machine import HOST
 from vllm_pd_connector.testing.servers import Server
 from vllm_pd_connector.wire.transfer_params import HELLO, REPLY
@@ -110,6 +110,16 @@ def fake_prefiller(port: int, real: str) -> Iterator[FakePrefiller]:
 
 def greet(fake: FakePrefiller, decoder: Server) -> None:
     """Wait until the decoder takes the fake for a good prefiller."""
+    until(lambda: _is_trusted(fake, decoder), 30, "the fake is greeted")
+
+
+def part(fake: FakePrefiller, decoder: Server) -> None:
+    """Have the decoder lose the fake, which must close its connections, if it has ever greeted it."""
+    while _is_trusted(fake, decoder):
+        post(decoder.url, body_of([7] * 40, max_tokens=1, kv_transfer_params={"prefiller": fake.url}))
+
+
+def _is_trusted(fake: FakePrefiller, decoder: Server) -> bool:
     greeted = f"event=prefiller_greeted prefiller={fake.url}"
     lost = f"event=prefiller_lost prefiller={fake.url}"
-    until(lambda: decoder.count_log(greeted) > decoder.count_log(lost), 30, "the fake is greeted")
+    return decoder.count_log(greeted) > decoder.count_log(lost)
