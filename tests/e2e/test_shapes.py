@@ -1,13 +1,16 @@
 """Every row of the table of shapes: tokens and logprobs of one ordinary server, and bytes that are the prefiller's.
 
-The greatest difference a row may have is that of its data type; each row prints what it compared and what it moved.
+Each row prints what it compared and what it moved. vLLM 0.32's MLA on a CPU computes a token otherwise in a prefill
+than in a decode step: logprobs of one ordinary float32 server differ by 0.2 to 0.5. So its prompts are continued by the
+first token of the answer, which the reference has computed in a step of its own, as a decoder does.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
-from server_tier.ask import Score, ask, at_once, fresh_salt, until
-from server_tier.fixtures import BFLOAT16_TIE, BFLOAT16_TOLERANCE, FLOAT32_TIE, FLOAT32_TOLERANCE, SUMMARY, note_score
+from server_tier.ask import Answer, Score, ask, at_once, fresh_salt, until
+from server_tier.fixtures import FLOAT32_TIE, FLOAT32_TOLERANCE, SUMMARY, note_score
 from server_tier.probe import Since, wait_quiet
 from server_tier.prompts import RANDOM, names
 from server_tier.reference import Reference
@@ -19,8 +22,15 @@ from vllm_pd_connector.testing.servers import Server
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 
-def scored(row: Row) -> Score:
-    return Score(BFLOAT16_TIE, BFLOAT16_TOLERANCE) if row.reference == "mla" else Score(FLOAT32_TIE, FLOAT32_TOLERANCE)
+MAX_TOKENS = 16
+
+
+def question(row: Row, answers: dict[str, Answer], name: str) -> tuple[list[int], Answer]:
+    """A prompt, and the answer to it."""
+    prompt, answer = RANDOM[name], answers[name]
+    first = 1 if row.is_continued else 0
+    stop = first + MAX_TOKENS
+    return [*prompt, *answer.ids[:first]], replace(answer, ids=answer.ids[first:stop], top=answer.top[first:stop])
 
 
 def knows(decoder: Server, number: int) -> None:
@@ -33,17 +43,18 @@ def test_shapes(request: pytest.FixtureRequest, stage: Stage, references: dict[s
     servers = stage.use(row.servers)
     decoder, prefiller = servers[row.decoder], servers[row.prefiller]
     knows(decoder, row.greetings)
-    score, answers = scored(row), references[row.reference].answers
+    score = Score(FLOAT32_TIE, FLOAT32_TOLERANCE)
     arrived, written = Since(decoder), Since(prefiller)
-    alone, together = names("shape"), names("four")
-    call = partial(ask, decoder.url, kv_transfer_params={"prefiller": prefiller.url})
-    for prompt in alone:
-        score.compare(prompt, call(RANDOM[prompt], cache_salt=fresh_salt()), answers[prompt])
-    got = at_once([partial(call, RANDOM[prompt], cache_salt=fresh_salt()) for prompt in together])
-    for prompt, answer in zip(together, got, strict=True):
-        score.compare(prompt, answer, answers[prompt])
+    asked = {name: question(row, references[row.reference].answers, name) for name in (*names("shape"), *names("four"))}
+    call = partial(ask, decoder.url, kv_transfer_params={"prefiller": prefiller.url}, max_tokens=MAX_TOKENS)
+    for name in names("shape"):
+        prompt, want = asked[name]
+        score.compare(name, call(prompt, cache_salt=fresh_salt()), want)
+    together = [partial(call, asked[name][0], cache_salt=fresh_salt()) for name in names("four")]
+    for name, answer in zip(names("four"), at_once(together), strict=True):
+        score.compare(name, answer, asked[name][1])
     wait_quiet(*servers)
-    moved = [RANDOM[prompt] for prompt in (*alone, *together)]
+    moved = [prompt for prompt, _ in asked.values()]
     computed = sum(row.cache.bytes_for(len(p), granule=row.granule, copies=row.copies) for p in moved)
     bytes_moved, pages, descriptors = written("bytes_written", "pages_written", "descriptors_written")
     SUMMARY.append(

@@ -131,6 +131,29 @@ def dispatches(fakes: list[FakePrefiller]) -> list[int]:
     return [fake.num_dispatches for fake in fakes]
 
 
+def test_a_prefiller_that_does_not_fit_is_refused_with_every_differing_field(
+    start: Open, fakes: list[FakePrefiller], rank: Rank, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = some_shape(tensor_parallel_size=4, block_size=48, dtype="float16", model_config='{"rope_theta": 5e5}')
+    dispatcher = start()
+    hello = HelloReply(
+        engine="p",
+        generation=GENERATION,
+        shape=other,
+        controls=[ControlEndpoint(endpoint=rank.server.endpoint, generation=GENERATION)],
+    )
+    fakes[0].on_hello = reply(hello=hello)
+    fakes[0].on_dispatch = reply(error="restarted", hello=hello)
+    send(dispatcher, fakes[:1])
+    until(lambda: dispatcher.pool()[0].state is PrefillerState.REFUSED, 5, "refused")
+    (complaint,) = [c.complaint for c in dispatcher.pool() if c.complaint]
+    for text in ("block_size: here 32, there 48", "dtype: here x, there float16", "model_config: here x, there"):
+        assert text in complaint
+        assert text in caplog.text
+    assert "tensor_parallel_size" not in complaint  # that may differ
+    assert dispatcher.pool()[1].state is PrefillerState.USABLE
+
+
 def test_the_first_prefiller_that_takes_it_answers(start: Open, fakes: list[FakePrefiller]) -> None:
     dispatcher = start()
     send(dispatcher, fakes)

@@ -7,6 +7,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_pd_connector.control.fence_client import MARGIN_S
 from vllm_pd_connector.lifecycle.decode_request import RECLAIM_S, DecodeEvent
+from vllm_pd_connector.lifecycle.prefiller import PrefillerState
 
 
 def test_the_pages_of_an_aborted_request_stay_pinned_until_its_senders_are_quiet(rig: Rig) -> None:
@@ -153,6 +154,27 @@ def test_on_failure_error_finishes_the_request_with_an_error(make: MakeRig) -> N
     rig.dispatcher.answer_fence(transfer, is_quiet=True)
     rig.run_until_done()
     assert rig.free_blocks == before
+
+
+def test_prefillers_that_do_not_fit_fail_a_request_with_the_fields_if_errors_are_wanted(
+    make: MakeRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make(on_failure="error", prefillers=["http://a:1", "http://b:1"])
+    rig.dispatcher.states["http://a:1"] = PrefillerState.REFUSED
+    rig.dispatcher.complaints["http://a:1"] = "dtype: here torch.bfloat16, there torch.float32"
+    hold(rig)  # the other one fits
+    rig.dispatcher.states["http://b:1"] = PrefillerState.LOST
+    local = rig.add(PROMPT, seed=1)
+    assert rig.step().tokens == {local.request_id: PROMPT}  # it may come back: nobody is to blame
+    rig.dispatcher.states["http://b:1"] = PrefillerState.REFUSED
+    rig.dispatcher.complaints["http://b:1"] = "block_size: here 32, there 48"
+    refused = rig.add(PROMPT, seed=2)
+    rig.step()
+    rig.step()
+    reasons = {o.request_id: o.finish_reason for o in rig.outputs if o.finish_reason is not None}
+    assert reasons.get(refused.request_id) is FinishReason.ERROR
+    for field in ("dtype: here torch.bfloat16, there torch.float32", "block_size: here 32, there 48"):
+        assert field in caplog.text
 
 
 @pytest.mark.parametrize(("is_dead", "pinned_s"), [(True, 40.0), (False, 160.0)])

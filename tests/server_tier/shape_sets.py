@@ -15,7 +15,6 @@ from vllm_pd_connector.testing.models import random_deepseek, random_eagle, rand
 from vllm_pd_connector.testing.servers import ServerSpec
 
 FLOAT32 = ("--dtype", "float32")
-BFLOAT16 = ("--dtype", "bfloat16")
 TP2 = ("--tensor-parallel-size", "2")
 EXTRA = {"min_remote_tokens": 1, "settle_s": 30, "request_deadline_s": 90, "retry_s": 0.5, "verify_pages": True}
 
@@ -47,7 +46,7 @@ class Cache:
 
 LLAMA = Cache(windows=(None,) * 8, num_heads=4, slot_bytes=256)
 ONE_HEAD = Cache(windows=(None,) * 8, num_heads=1, slot_bytes=256)
-DEEPSEEK = Cache(windows=(None,) * 4, num_heads=1, slot_bytes=1152)
+DEEPSEEK = Cache(windows=(None,) * 4, num_heads=1, slot_bytes=2304)
 GEMMA = Cache(windows=(128,) * 5 + (None,), num_heads=4, slot_bytes=256)
 EAGLE = Cache(windows=(None,) * 9, num_heads=4, slot_bytes=256)
 
@@ -65,6 +64,7 @@ class Row:
         granule: tokens that move at once.
         copies: decoder ranks that hold the same head.
         greetings: prefillers the decoder has in its pool.
+        is_continued: prompts end with the reference's first token, see `tests/e2e/test_shapes.py`.
     """
 
     servers: str
@@ -75,9 +75,20 @@ class Row:
     granule: int = 32
     copies: int = 1
     greetings: int = 1
+    is_continued: bool = False
 
 
-MLA = Row(servers="mla", decoder=0, prefiller=0, greetings=2, reference="mla", cache=DEEPSEEK, granule=16, copies=2)
+MLA = Row(
+    servers="mla",
+    decoder=0,
+    prefiller=0,
+    greetings=2,
+    reference="mla",
+    cache=DEEPSEEK,
+    granule=16,
+    copies=2,
+    is_continued=True,
+)
 
 ROWS: dict[str, Row] = {
     "TP 2 to 1": Row(servers="shapes", decoder=0, prefiller=1, greetings=2),
@@ -108,8 +119,8 @@ def replicas_set() -> list[ServerSpec]:
 
 def mla_set() -> list[ServerSpec]:
     """A latent of one head, TP 1, TP 2 and TP 2."""
-    ranks = (*BFLOAT16, *TP2)
-    return _knowing_each_other(random_deepseek(), [(BFLOAT16, 16), (ranks, 16), (ranks, 16)])
+    ranks = (*FLOAT32, *TP2)
+    return _knowing_each_other(random_deepseek(), [(FLOAT32, 16), (ranks, 16), (ranks, 16)])
 
 
 def window_set() -> list[ServerSpec]:

@@ -137,10 +137,7 @@ def test_the_packing_of_the_cpu_cache_is_what_the_planes_say(
     isa = _get_attn_isa(dtype, block_size, head_size)
     spec = FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=head_size, dtype=dtype)
     slot_bytes = 2 * head_size * dtype.itemsize
-    settings = SimpleNamespace(
-        device_config=SimpleNamespace(device_type="cpu"), attention_config=SimpleNamespace(backend=None)
-    )
-    planes = vllm_cache._planes(settings, spec, slot_bytes)
+    planes = vllm_cache._planes(spec, slot_bytes, {"CPU_ATTN"})
     if isa not in ("vec", "vec16"):
         assert planes == ()  # packed in a way of its own: only whole heads are moved
         return
@@ -158,3 +155,21 @@ def test_the_packing_of_the_cpu_cache_is_what_the_planes_say(
         assert written == elements
         assert {int(heads[at * dtype.itemsize]) for at in written} == {0, 1}
         assert len({int(parts[at * dtype.itemsize]) for at in written}) == 2 * head_size
+
+
+@pytest.mark.parametrize(
+    ("spec", "slot_bytes", "backends", "planes"),
+    [
+        (FULL, 128, {"FLASH_ATTN"}, ((1, 128),)),
+        (FULL, 128, {"FLASH_ATTN", "TRITON_ATTN"}, ((1, 128),)),
+        (FULL, 132, {"TRITON_ATTN"}, ()),
+        (FULL, 128, {"FLASH_ATTN", "SOMETHING_NEW"}, ()),
+        (FULL, 128, set(), ()),
+        (MLA, 1152, {"SOMETHING_NEW"}, ((1, 1152),)),
+    ],
+    ids=["one", "two", "with scales", "one unknown", "none", "MLA"],
+)
+def test_planes_are_claimed_only_where_they_are_known(
+    spec: Any, slot_bytes: int, backends: set[str], planes: tuple[tuple[int, int], ...]
+) -> None:
+    assert vllm_cache._planes(spec, slot_bytes, backends) == planes

@@ -79,7 +79,7 @@ class PrefillerPool:
 
     def candidates(self) -> list[Candidate]:
         """Every configured prefiller as it stands. Any thread."""
-        return [Candidate(p.url, p.state, p.outstanding) for p in self._prefillers.values()]
+        return [Candidate(p.url, p.state, p.outstanding, p.complaint) for p in self._prefillers.values()]
 
     def greet_all(self) -> None:
         for prefiller in self._prefillers.values():
@@ -115,13 +115,11 @@ class PrefillerPool:
                     raise IncompatiblePeer(prefiller.url, differing)
             except IncompatiblePeer as error:
                 prefiller.state, _ = step(PREFILLER_TABLE, prefiller.state, PrefillerEvent.MISFIT)
-                self._complain(prefiller, f"event=prefiller_misfit {error}", serious=True)
+                self._complain(prefiller, "prefiller_misfit", str(error), serious=True)
                 delay_s *= MISFIT_PAUSES
             except (NotTaken, PDConnectorError, aiohttp.ClientError, OSError, TimeoutError) as error:
                 prefiller.state, _ = step(PREFILLER_TABLE, prefiller.state, PrefillerEvent.GONE)
-                self._complain(
-                    prefiller, f"event=prefiller_absent prefiller={prefiller.url} reason={error or 'time-out'}"
-                )
+                self._complain(prefiller, "prefiller_absent", str(error) or "time-out")
             else:
                 self._welcome(prefiller, reply.hello, time.monotonic() - started)
                 return
@@ -141,8 +139,9 @@ class PrefillerPool:
         )
 
     @staticmethod
-    def _complain(prefiller: Prefiller, text: str, *, serious: bool = False) -> None:
+    def _complain(prefiller: Prefiller, event: str, reason: str, *, serious: bool = False) -> None:
         """Log a complaint once until it changes."""
-        if prefiller.complaint != text:
-            prefiller.complaint = text
-            (logger.error if serious else logger.warning)("%s", text)
+        if prefiller.complaint != reason:
+            prefiller.complaint = reason
+            log = logger.error if serious else logger.warning
+            log("event=%s prefiller=%s reason=%s", event, prefiller.url, reason)

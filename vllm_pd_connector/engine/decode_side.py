@@ -283,10 +283,17 @@ class DecodeSide:
         return [blocks[wanted.start : wanted.stop] for wanted, blocks in zip(pages, block_ids, strict=True)]
 
     def _match_none(self, request: Request, course: Course) -> int | None:
-        """No prefiller is left for it: prefill it here, or fail it if it has failed remotely and that is the policy."""
-        if course.reason and self._config.on_failure == "error":
-            vllm_compat.fail_request(request, f"remote prefill failed: {course.reason}")
-            return None
+        """No prefiller is left for it: prefill it here, or fail it if that is the policy and there is a reason.
+
+        A reason is that it has failed remotely, or that the prefillers do not fit this decoder, not one of them.
+        """
+        if self._config.on_failure == "error":
+            pool = self._dispatcher.pool()
+            misfits = [c.complaint for c in pool if c.state is PrefillerState.REFUSED]
+            reason = course.reason or ("; ".join(misfits) if len(misfits) == len(pool) else "")
+            if reason:
+                vllm_compat.fail_request(request, f"remote prefill failed: {reason}")
+                return None
         return 0
 
     @property

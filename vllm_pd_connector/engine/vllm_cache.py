@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NEEDED_LAYOUT: Literal["LBHNC"] = "LBHNC"
 LAYOUTS = ("LBHNC", "LBNHC", "HND", "NHD", None)
-LINEAR_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")
+LINEAR_BACKENDS = {"FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION"}
 """Backends that keep K and V of a token side by side: they split vLLM's view in its last dimension."""
 
 
@@ -136,11 +136,11 @@ def cache_shape(
         quantization=str(model.quantization or "none"),
         dtype=str(model.dtype),
         cache_dtype=str(spec.dtype),
-        attention=_attention_name(vllm_config, spec),
+        attention=_attention_name(vllm_config, spec, pages.names),
         layout=pages.layout,
         block_size=spec.block_size,
         slot_bytes=pages.slot_bytes,
-        planes=_planes(vllm_config, spec, pages.slot_bytes) if pages.kernel_blocks == 1 else (),
+        planes=_planes(spec, pages.slot_bytes, _backends(vllm_config, pages.names)) if pages.kernel_blocks == 1 else (),
         kernel_blocks=pages.kernel_blocks,
         num_kv_heads=_num_kv_heads(vllm_config),
         layers=" ".join(
@@ -255,13 +255,18 @@ def _speculation(config: Any) -> str:
     return f"{config.method} {config.num_speculative_tokens} tokens"
 
 
-def _attention_name(vllm_config: VllmConfig, spec: AttentionSpec) -> str:
-    backend = getattr(vllm_config.attention_config, "backend", None)
-    name = getattr(backend, "name", None) or "auto"
+def _backends(vllm_config: VllmConfig, names: Sequence[str]) -> set[str]:
+    """The attention backends that vLLM has chosen for these layers; none where no model is loaded."""
+    layers = vllm_config.compilation_config.static_forward_context
+    return {layers[name].get_attn_backend().get_name() for name in names if name in layers}
+
+
+def _attention_name(vllm_config: VllmConfig, spec: AttentionSpec, names: Sequence[str]) -> str:
+    backends = "+".join(sorted(_backends(vllm_config, names))) or "unknown"
     if vllm_config.device_config.device_type != "cpu":
-        return name
+        return backends
     # CPU pages are packed for the instruction set, so it has to be equal as well.
-    return f"{name} {platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_cpu_packing(spec)}"
+    return f"{backends} {platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_cpu_packing(spec)}"
 
 
 def _cpu_packing(spec: AttentionSpec) -> str:
@@ -273,14 +278,13 @@ def _cpu_packing(spec: AttentionSpec) -> str:
     return _get_attn_isa(spec.dtype, spec.block_size, spec.head_size)
 
 
-def _planes(vllm_config: VllmConfig, spec: AttentionSpec, slot_bytes: int) -> tuple[tuple[int, int], ...]:
+def _planes(spec: AttentionSpec, slot_bytes: int, backends: set[str]) -> tuple[tuple[int, int], ...]:
     """How the KV of one head lies in a page, where that is known."""
     if isinstance(spec, MLAAttentionSpec):
         return ((1, slot_bytes),)
-    backend = getattr(getattr(vllm_config.attention_config, "backend", None), "name", None)
-    if vllm_config.device_config.device_type != "cpu":
-        return ((1, slot_bytes),) if backend in LINEAR_BACKENDS else ()
     element = spec.dtype.itemsize
-    if _cpu_packing(spec) in ("vec", "vec16") and slot_bytes == 2 * spec.head_size * element:
+    if slot_bytes != 2 * spec.head_size * element:  # scales or padding
+        return ()
+    if backends == {"CPU_ATTN"} and _cpu_packing(spec) in ("vec", "vec16"):
         return (spec.head_size, element), (1, spec.head_size * element)  # K transposed, then V (a test compares)
-    return ()
+    return ((1, slot_bytes),) if backends and backends <= LINEAR_BACKENDS else ()

@@ -29,11 +29,12 @@ PREFILLER_TABLE: Transitions[PrefillerState, PrefillerEvent, PrefillerEvent] = {
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One prefiller of the pool at this moment."""
+    """One prefiller of the pool at this moment. `complaint`: why it is not usable, as far as that is known."""
 
     url: str
     state: PrefillerState
     outstanding: int
+    complaint: str = ""
 
 
 def choose(pool: Iterable[Candidate], wanted: str | None, turn: int) -> list[str]:

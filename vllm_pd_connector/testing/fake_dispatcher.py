@@ -19,6 +19,7 @@ class FakeDispatcher:
 
     Attributes:
         states: of each prefiller; a test may change them.
+        complaints: about those that are not usable.
         dispatched: orders in sequence.
         cancelled: transfer ids whose dispatch was broken off.
         fenced: transfer ids whose senders were asked to be quiet.
@@ -27,6 +28,7 @@ class FakeDispatcher:
 
     def __init__(self, urls: list[str]) -> None:
         self.states = dict.fromkeys(urls, PrefillerState.USABLE)
+        self.complaints: dict[str, str] = {}
         self.dispatched: list[Dispatch] = []
         self.cancelled: list[str] = []
         self.fenced: list[str] = []
@@ -52,7 +54,7 @@ class FakeDispatcher:
         self.is_closed = True
 
     def pool(self) -> list[Candidate]:
-        return [Candidate(url, state, 0) for url, state in self.states.items()]
+        return [Candidate(url, state, 0, self.complaints.get(url, "")) for url, state in self.states.items()]
 
     def take_events(self) -> list[DispatchOutcome | FenceResult]:
         events, self._events = self._events, []

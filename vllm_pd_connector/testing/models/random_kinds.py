@@ -19,7 +19,7 @@ WINDOW_TOKENS = 128
 
 
 def random_deepseek(*, num_layers: int = 4) -> Path:
-    """A DeepSeek-V2 without experts, bfloat16: MLA, a latent of 512 + 64 values as vLLM's CPU kernel wants it.
+    """A DeepSeek-V2 without experts, float32: MLA, a latent of 512 + 64 values as vLLM's CPU kernel wants it.
 
     vLLM runs it on a CPU with blocks of 16 tokens only. Costs as `random_llama`.
     """
@@ -42,7 +42,7 @@ def random_deepseek(*, num_layers: int = 4) -> Path:
             qk_rope_head_dim=64,
             qk_nope_head_dim=32,
             v_head_dim=32,
-            dtype=torch.bfloat16,
+            dtype=torch.float32,
         )
         save_random(directory, DeepseekV2ForCausalLM, config, tokenizer, SEED)
 
