@@ -1,14 +1,16 @@
 """The prefiller's scheduler half inside a real vLLM scheduler: what each step sends, what is refused, what is kept."""
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
-from scheduler_rig import BLOCK, SHAPE, MakeRig, Rig, Step, handshake
+from scheduler_rig import BLOCK, LAYERS, SHAPE, MakeRig, Rig, Step, handshake
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_pd_connector.geometry.cache_geometry import CacheGeometry
+from vllm_pd_connector.wire.compatibility import differences
 from vllm_pd_connector.wire.messages import DecoderRank, DispatchReply, Hello, HelloReply, Reservation
 from vllm_pd_connector.wire.transfer_params import HELLO, RESERVATION, parse_reply, to_params
 from vllm_pd_connector.wire.version import PROTOCOL_VERSION
@@ -71,6 +73,27 @@ def test_a_greeting_is_answered_in_one_token_with_shape_and_controls(rig: Rig) -
     assert hello.shape == handshake().shape
     assert [c.endpoint for c in hello.controls] == ["tcp://127.0.0.1:1"]
     assert rig.free_blocks == before
+
+
+def test_stages_are_greeted_as_one_engine_and_told_its_layers(rig: Rig) -> None:
+    """The second stage has the first layers of its own table where the decoder has later ones."""
+    stages = [
+        msgspec.structs.replace(SHAPE, layers=name, pipeline_parallel_size=2, tensor_parallel_size=2) for name in LAYERS
+    ]
+    rig.half.greet_workers(
+        {
+            (stage, rank): replace(rig.worker, shape=shape, control=f"tcp://127.0.0.1:{stage}{rank}")
+            for stage, shape in enumerate(stages)
+            for rank in range(2)
+        }
+    )
+    hello = greet(rig)
+    assert hello.shape.layers.split() == LAYERS
+    assert differences(SHAPE, hello.shape) == []
+    assert [c.endpoint[-2:] for c in hello.controls] == ["00", "01", "10", "11"]
+    dispatch(rig, reservation(rig))
+    (begin,) = rig.step().orders.begins
+    assert list(begin.layers) == LAYERS
 
 
 def test_a_whole_prompt_is_sent_in_one_step_and_kept_until_every_rank_has_sent_it(rig: Rig) -> None:
