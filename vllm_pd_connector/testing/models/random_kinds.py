@@ -16,6 +16,7 @@ from vllm_pd_connector.testing.models.random_llama import (
 )
 
 WINDOW_TOKENS = 128
+SUBLAYER_GAIN = 3.0
 
 
 def random_deepseek(*, num_layers: int = 4) -> Path:
@@ -50,7 +51,11 @@ def random_deepseek(*, num_layers: int = 4) -> Path:
 
 
 def random_gemma() -> Path:
-    """A Gemma 3 of six layers, the last with full attention, the others with a window of 128 tokens. float32."""
+    """A Gemma 3 of six layers, the last with full attention, the others with a window of 128 tokens. float32.
+
+    Its embeddings are tied and scaled up: with plain random weights it would repeat its last token whatever the KV
+    cache holds. So the norms behind attention and MLP make these outweigh the embedding.
+    """
 
     def build(directory: Path) -> None:
         import torch
@@ -70,7 +75,13 @@ def random_gemma() -> Path:
             layer_types=["sliding_attention"] * 5 + ["full_attention"],
             dtype=torch.float32,
         )
-        save_random(directory, Gemma3ForCausalLM, config, tokenizer, SEED)
+
+        def outweigh_embedding(model: Any) -> None:
+            for name, weight in model.named_parameters():
+                if "post_attention_layernorm" in name or "post_feedforward_layernorm" in name:
+                    weight.data.fill_(SUBLAYER_GAIN)
+
+        save_random(directory, Gemma3ForCausalLM, config, tokenizer, SEED, outweigh_embedding)
 
     return cached_model("random-gemma", _recipe(), build)
 

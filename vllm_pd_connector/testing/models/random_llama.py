@@ -82,14 +82,20 @@ def random_llama(
 
 
 def save_random(
-    directory: Path, model_class: Callable[..., Any], config: Any, tokenizer: PreTrainedTokenizerFast, seed: int
+    directory: Path,
+    model_class: Callable[..., Any],
+    config: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    seed: int,
+    adjust: Callable[[Any], None] = lambda model: None,
 ) -> None:
-    """A model of a transformers class with random weights, the same for the same seed."""
+    """A model of a transformers class with random weights, the same for the same seed; `adjust` may change them."""
     import torch
 
     with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it was
         torch.manual_seed(seed)
         model = model_class(config)
+    adjust(model)
     model.to(config.dtype).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
