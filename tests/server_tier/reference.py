@@ -11,7 +11,9 @@ from typing import Any
 from server_tier.ask import Answer, ask, at_once
 from server_tier.probe import idle_cores
 from server_tier.prompts import BFLOAT16, RANDOM, SMOLLM, names
+from server_tier.shape_sets import TP2
 from server_tier.stage import FLOAT32, REDUCED, TOOLS
+from vllm_pd_connector.testing.machine import FEW_CORES
 from vllm_pd_connector.testing.models import random_deepseek, random_gemma, random_llama, smollm2
 from vllm_pd_connector.testing.servers import Server, ServerSpec, start_all
 
@@ -46,7 +48,15 @@ def record(models: Collection[str], folder: Path) -> dict[str, Reference]:
     found = _answers(specs, folder)  # side by side; the slowest has a core to itself
     shaped = [
         ServerSpec(random_llama(num_kv_heads=1), cores=[0], name="one-head", args=FLOAT32),
-        ServerSpec(random_deepseek(), cores=[1], name="mla", args=FLOAT32, block_size=16),
+        ServerSpec(random_deepseek(num_layers=1), cores=[1], name="mla", args=FLOAT32, block_size=16),
+        ServerSpec(
+            random_deepseek(num_layers=1),
+            cores=[0, 1],
+            name="mla-tp2",
+            args=(*FLOAT32, *TP2),
+            block_size=16,
+            env=FEW_CORES,
+        ),
         ServerSpec(random_gemma(), cores=[0], name="window", args=FLOAT32),
     ]
     return found | _answers([spec for spec in shaped if spec.name in models], folder)

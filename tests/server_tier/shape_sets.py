@@ -46,7 +46,7 @@ class Cache:
 
 LLAMA = Cache(windows=(None,) * 8, num_heads=4, slot_bytes=256)
 ONE_HEAD = Cache(windows=(None,) * 8, num_heads=1, slot_bytes=256)
-DEEPSEEK = Cache(windows=(None,) * 4, num_heads=1, slot_bytes=2304)
+DEEPSEEK = Cache(windows=(None,), num_heads=1, slot_bytes=2304)
 GEMMA = Cache(windows=(128,) * 5 + (None,), num_heads=4, slot_bytes=256)
 EAGLE = Cache(windows=(None,) * 9, num_heads=4, slot_bytes=256)
 
@@ -83,7 +83,7 @@ MLA = Row(
     decoder=0,
     prefiller=0,
     greetings=2,
-    reference="mla",
+    reference="mla-tp2",
     cache=DEEPSEEK,
     granule=16,
     copies=2,
@@ -99,7 +99,7 @@ ROWS: dict[str, Row] = {
     "one head, TP 1 to 2": Row(
         servers="replicas", decoder=1, prefiller=0, reference="one-head", cache=ONE_HEAD, copies=2
     ),
-    "MLA, TP 2 to 1": replace(MLA, decoder=0, prefiller=1, copies=1),
+    "MLA, TP 2 to 1": replace(MLA, decoder=0, prefiller=1, reference="mla", copies=1),
     "MLA, TP 1 to 2": replace(MLA, decoder=1, prefiller=0),
     "MLA, TP 2 to 2": replace(MLA, decoder=2, prefiller=1),
     "sliding window and full": Row(servers="window", decoder=1, prefiller=0, reference="window", cache=GEMMA),
@@ -118,9 +118,9 @@ def replicas_set() -> list[ServerSpec]:
 
 
 def mla_set() -> list[ServerSpec]:
-    """A latent of one head, TP 1, TP 2 and TP 2."""
+    """A latent of one head, TP 1, TP 2 and TP 2. One layer: see `tests/e2e/test_shapes.py`."""
     ranks = (*FLOAT32, *TP2)
-    return _knowing_each_other(random_deepseek(), [(FLOAT32, 16), (ranks, 16), (ranks, 16)])
+    return _knowing_each_other(random_deepseek(num_layers=1), [(FLOAT32, 16), (ranks, 16), (ranks, 16)])
 
 
 def window_set() -> list[ServerSpec]:
