@@ -17,7 +17,7 @@ from fault_run.link import open_link, why_not
 from fault_run.scenarios import Scenario
 
 DRAINS = ("--shutdown-timeout", "30")
-FEW_BLOCKS = ("--num-gpu-blocks-override", "256")
+FEW_BLOCKS = ("--num-gpu-blocks-override", "256", "--max-model-len", "4096")
 SMALL_DISK_MIB = 48
 CLOCKS_APART_S = 100_000
 SHIM = Path(__file__).parent / "shift_clock.c"

@@ -64,3 +64,8 @@ def test_a_time_that_is_no_duration_is_refused(key: str, value: float) -> None:
 def test_allowed_values_are_taken_as_given(extra: dict[str, Any]) -> None:
     config = parse(extra)
     assert all(getattr(config, key) == value for key, value in extra.items())
+
+
+def test_a_word_that_is_no_text_is_refused_by_its_path() -> None:
+    _, refusal = parse_or_refusal({"on_failure": "\ud800"})
+    assert f"{ROOT}.on_failure" in refusal
