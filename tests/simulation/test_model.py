@@ -93,6 +93,7 @@ MUTANTS: dict[str, tuple[str, Callable[[], object]]] = {
 def test_a_wrong_row_is_found(name: str) -> None:
     text, mutate = MUTANTS[name]
     with ExitStack() as stack:
+        stack.enter_context(patch.object(model, "UNITS", 1))  # enough for them, and a tenth of the states
         stack.enter_context(mutate())  # type: ignore[arg-type]
         with pytest.raises(model.Broken, match=text):
             model.explore()

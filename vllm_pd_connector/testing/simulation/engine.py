@@ -23,6 +23,7 @@ from vllm_pd_connector.testing.simulation.network import Network, SimulatedFence
 from vllm_pd_connector.testing.simulation.pages import BLOCK_SIZE, NUM_LAYERS, Pages
 from vllm_pd_connector.testing.simulation.threads import SimulatedDispatcher, SimulatedMessenger
 from vllm_pd_connector.testing.simulation.transport import SimulatedTransport
+from vllm_pd_connector.testing.simulation.world import Thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,6 +68,7 @@ class Engine:
         on_output: Callable[[EngineCoreOutput], None],
     ) -> None:
         self.process = process
+        self._thread = Thread(process)
         self._world = process.world
         self._network = network
         self._scenario = scenario
@@ -159,7 +161,7 @@ class Engine:
         self._idle_step_s = IDLE_STEP_S[0]
         if self._is_idle:
             self._is_idle = False
-            self._world.after(self._world.random.uniform(0.0, 0.002), self.process, self._begin_step)
+            self._world.after(self._world.random.uniform(0.0, 0.002), self._thread, self._begin_step)
 
     def _add(self, request: Request) -> None:
         self.scheduler.add_request(request)
@@ -225,8 +227,8 @@ class Engine:
         if orders.writes:
             for layer in range(NUM_LAYERS):
                 at = self._world.now + seconds * (layer + 1) / (NUM_LAYERS + 1)
-                self._world.at(at, self.process, partial(self._layer_done, layer, chunks))
-        self._world.after(seconds, self.process, partial(self._end_step, output, [] if orders.writes else chunks))
+                self._world.at(at, self._thread, partial(self._layer_done, layer, chunks))
+        self._world.after(seconds, self._thread, partial(self._end_step, output, [] if orders.writes else chunks))
 
     def _layer_done(self, layer: int, chunks: list[Any]) -> None:
         for chunk in chunks:

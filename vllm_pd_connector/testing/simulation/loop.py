@@ -5,7 +5,7 @@ import contextvars
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar
 
-from vllm_pd_connector.testing.simulation.world import Process
+from vllm_pd_connector.testing.simulation.world import Process, Thread
 
 T = TypeVar("T")
 
@@ -28,6 +28,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def __init__(self, process: Process) -> None:
         self._process = process
+        self.thread = Thread(process)
         self._world = process.world
         self._last_from_outside = 0.0
 
@@ -84,7 +85,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def _schedule(self, delay: float, callback: Callable[..., object], args: Any, context: Any) -> _Handle:
         handle = _Handle(self, callback, args, context, self.time() + delay)
-        self._world.after(delay, self._process, lambda: self._carry_out(handle))
+        self._world.after(delay, self.thread, lambda: self._carry_out(handle))
         return handle
 
     def _carry_out(self, handle: _Handle) -> None:

@@ -18,7 +18,7 @@ import msgspec
 from vllm_pd_connector.control.fence_client import PROBE_S, FenceClient
 from vllm_pd_connector.control.fence_server import FenceServer
 from vllm_pd_connector.control.prefiller_client import PrefillerClient
-from vllm_pd_connector.testing.simulation.world import Action, Process, World
+from vllm_pd_connector.testing.simulation.world import Action, Process, Thread, World
 
 if TYPE_CHECKING:
     from vllm_pd_connector.config import PDConfig
@@ -61,14 +61,14 @@ class Network:
             return self.world.random.uniform(0.0, self.noise.slow_s)
         return self.world.random.uniform(0.0002, 0.004)
 
-    def carry(self, a: str, b: str, owner: Process | None, action: Action, *, stream: object = None) -> None:
+    def carry(self, a: str, b: str, owner: Thread | None, action: Action, *, stream: object = None) -> None:
         """Bring something from address `a` to address `b`; what one stream carries arrives in order."""
         when = max(self.world.now, self.cut_until(a, b)) + self.latency()
         if stream is not None:
             when = self._last[stream] = max(when, self._last.get(stream, 0.0))
         self.world.at(when, owner, lambda: self._arrive(a, b, owner, action))
 
-    def _arrive(self, a: str, b: str, owner: Process | None, action: Action) -> None:
+    def _arrive(self, a: str, b: str, owner: Thread | None, action: Action) -> None:
         if self.is_cut(a, b):
             self.world.at(self.cut_until(a, b), owner, lambda: self._arrive(a, b, owner, action))
         else:
@@ -93,9 +93,10 @@ class Response:
 class Exchange:
     """One HTTP request on its own connection: what `session.post` returns."""
 
-    def __init__(self, network: Network, client: Process, url: str, body: bytes) -> None:
+    def __init__(self, network: Network, thread: Thread, url: str, body: bytes) -> None:
         self.network = network
-        self.client = client
+        self.client = thread.process
+        self._thread = thread
         self.url = url
         self.body = body
         self.address = url.split("//")[1].split("/")[0]
@@ -135,14 +136,14 @@ class Exchange:
             if self._future is not None and not self._future.done():
                 settle(self._future)
 
-        self.network.carry(self.address, self.client.name, self.client, arrive, stream=self)
+        self.network.carry(self.address, self.client.name, self._thread, arrive, stream=self)
 
     def _connect(self) -> None:
         network = self.network
         cut_s = network.cut_until(self.client.name, self.address) - network.world.now
         if cut_s > network.noise.connect_timeout_s:
             error = aiohttp.ConnectionTimeoutError(f"{self.address}: connection time-out")
-            network.world.after(network.noise.connect_timeout_s, self.client, lambda: self._fail(error))
+            network.world.after(network.noise.connect_timeout_s, self._thread, lambda: self._fail(error))
             return
         network.carry(self.client.name, self.address, None, self._arrive_at_server, stream=self)
 
@@ -174,7 +175,7 @@ class _Session:
         self._client = client
 
     def post(self, url: str, *, json: Any, headers: Any = None) -> Exchange:
-        exchange = Exchange(self._client.network, self._client.process, url, msgspec.json.encode(json))
+        exchange = Exchange(self._client.network, self._client.thread, url, msgspec.json.encode(json))
         self._client.exchanges.append(exchange)
         return exchange
 
@@ -185,9 +186,9 @@ class _Session:
 class SimulatedPrefillerClient(PrefillerClient):
     """The real client on a simulated session."""
 
-    def __init__(self, config: PDConfig, *, process: Process, network: Network) -> None:
+    def __init__(self, config: PDConfig, *, thread: Thread, network: Network) -> None:
         super().__init__(config)
-        self.process = process
+        self.thread = thread
         self.network = network
         self.exchanges: list[Exchange] = []
 
@@ -198,8 +199,9 @@ class SimulatedPrefillerClient(PrefillerClient):
 class _Dealer:
     """The part of a ZMQ DEALER socket that `FenceClient` uses."""
 
-    def __init__(self, process: Process, network: Network) -> None:
-        self._process = process
+    def __init__(self, thread: Thread, network: Network) -> None:
+        self._process = thread.process
+        self._thread = thread
         self._network = network
         self._future: asyncio.Future[bytes] | None = None
         self._endpoint = ""
@@ -233,7 +235,7 @@ class _Dealer:
             if self._future is not None and not self._future.done() and not self._is_closed:
                 self._future.set_result(frame)
 
-        self._network.carry(_host(self._endpoint), self._process.name, self._process, arrive)
+        self._network.carry(_host(self._endpoint), self._process.name, self._thread, arrive)
 
     def _deliver(self, frame: bytes) -> None:
         server = self._network.controls.get(self._endpoint)
@@ -246,12 +248,12 @@ class _Dealer:
 class SimulatedFenceClient(FenceClient):
     """The real client on simulated sockets."""
 
-    def __init__(self, *, process: Process, network: Network) -> None:
+    def __init__(self, *, thread: Thread, network: Network) -> None:
         self._key = None
-        self._process = process
+        self._process = thread.process
         self._network = network
         self._context = SimpleNamespace(  # type: ignore[assignment]
-            socket=lambda kind: _Dealer(process, network), destroy=lambda linger: None
+            socket=lambda kind: _Dealer(thread, network), destroy=lambda linger: None
         )
 
     async def _is_refused(self, endpoint: str) -> bool:  # type: ignore[override]
@@ -282,7 +284,7 @@ class SimulatedFenceServer(FenceServer):
         self._generation = generation
         self._on_fence = on_fence
         self._on_inquiry = on_inquiry
-        self._process = process
+        self._listener = Thread(process)
         self._network = network
         self._router = SimpleNamespace(send_multipart=self._send)  # type: ignore[assignment]
         self.endpoint = f"tcp://{process.name}:{rank + 1}"
@@ -296,7 +298,7 @@ class SimulatedFenceServer(FenceServer):
 
     def receive_later(self, dealer: _Dealer, frame: bytes) -> None:
         """A frame reached the socket; the fence server's thread reads it when the process runs."""
-        self._network.world.after(0.0001, self._process, lambda: self._receive([dealer, frame]))  # type: ignore[list-item]
+        self._network.world.after(0.0001, self._listener, lambda: self._receive([dealer, frame]))  # type: ignore[list-item]
 
     def _send(self, frames: list[Any]) -> None:
         frames[0].answered(frames[1])

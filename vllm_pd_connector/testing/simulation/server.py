@@ -9,7 +9,7 @@ from vllm.v1.engine import FinishReason
 
 from vllm_pd_connector.testing.simulation import template
 from vllm_pd_connector.testing.simulation.engine import Engine
-from vllm_pd_connector.testing.simulation.world import Process
+from vllm_pd_connector.testing.simulation.world import Process, Thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,7 +103,7 @@ class Server:
         tokens = template.prompt(wanted.family, wanted.num_tokens)
         self.engine.add(template.make_request(request_id, tokens, wanted.max_tokens, wanted.params))
         if wanted.leaves_after_s is not None:
-            self._world.after(wanted.leaves_after_s, self.process, lambda: self._leave(request_id))
+            self._world.after(wanted.leaves_after_s, Thread(self.process), lambda: self._leave(request_id))
 
     def _leave(self, request_id: str) -> None:
         if name := self._clients.pop(request_id, None):
@@ -160,6 +160,7 @@ class Server:
             left["replies"] = len(engine.half._prefill._replies)
         if engine.dispatcher is not None:
             left["dispatches"] = len(engine.dispatcher._sent)
+            left["fences without an answer"] = len(engine.dispatcher.unanswered)
         for worker in engine.workers:
             left["outgoing transfers"] = left.get("outgoing transfers", 0) + len(worker._writer._ledger._transfers)
             left["incoming transfers"] = left.get("incoming transfers", 0) + len(worker._receiver._incoming)

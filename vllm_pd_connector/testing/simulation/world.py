@@ -6,6 +6,9 @@ from random import Random
 
 Action = Callable[[], None]
 
+MAX_WAKE_S = 0.02
+"""Threads of a process that was stopped go on within this time."""
+
 MAX_LOG = 20_000
 """Lines kept of a run; a shrunk run has a few hundred."""
 
@@ -60,6 +63,27 @@ class Process:
         return f"{self.name}.{self.incarnation}"
 
 
+class Thread:
+    """A thread of a process. After a pause threads go on in any order, but each does its own things in order.
+
+    Args:
+        process: lives and sleeps with it.
+    """
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self._pause = 0.0
+        self._late_by = 0.0
+
+    def runs_at(self, now: float) -> float:
+        """When it can run next."""
+        until = self.process.paused_until
+        if until != self._pause:
+            self._pause = until
+            self._late_by = self.process.world.random.uniform(0.0, MAX_WAKE_S)
+        return max(now, until + self._late_by) if until else now
+
+
 class World:
     """Args:
     seed: decides everything random in the run.
@@ -73,15 +97,15 @@ class World:
         self.log: list[str] = []
         self.num_events = 0
         self.violation: Violation | None = None
-        self._queue: list[tuple[float, int, Process | None, Action]] = []
+        self._queue: list[tuple[float, int, Thread | None, Action]] = []
         self._order = 0
 
-    def at(self, when: float, owner: Process | None, action: Action) -> None:
+    def at(self, when: float, owner: Thread | None, action: Action) -> None:
         """Run an action at a time; not at all when its owner is dead then, later when it is paused."""
         self._order += 1
         heapq.heappush(self._queue, (when, self._order, owner, action))
 
-    def after(self, delay: float, owner: Process | None, action: Action) -> None:
+    def after(self, delay: float, owner: Thread | None, action: Action) -> None:
         self.at(self.now + delay, owner, action)
 
     def run(self, until: Callable[[], bool], limit: float) -> bool:
@@ -97,10 +121,10 @@ class World:
             when, _, owner, action = heapq.heappop(queue)
             self.now = max(self.now, when)
             if owner is not None:
-                if not owner.is_alive:
+                if not owner.process.is_alive:
                     continue
-                if owner.paused_until > self.now:
-                    self.at(owner.paused_until, owner, action)
+                if (runs_at := owner.runs_at(self.now)) > self.now:
+                    self.at(runs_at, owner, action)
                     continue
             self.num_events += 1
             action()
