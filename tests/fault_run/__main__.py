@@ -35,6 +35,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="pd-faults-"))
     print(f"logs in {folder}", flush=True)
     started = time.monotonic()
+    machine = {**fingerprint(ROOT), "command": f"scripts/faults {' '.join(args.scenarios)} --seed {args.seed}"}
     outcomes: list[Outcome] = []
     want = reference(folder)
     for stage, (open_stage, why_not, scenarios) in STAGES.items():
@@ -50,7 +51,7 @@ def main() -> int:
                     chance = random.Random(f"{args.seed} {name} {number}")
                     outcomes.append(_run(name, scenarios[name], cast, want, chance))
                     if args.out:
-                        write(args.out, outcomes, fingerprint(ROOT), time.monotonic() - started)
+                        write(args.out, outcomes, machine, time.monotonic() - started)
                 cast.wait_started()
     bad = [o for o in outcomes if o.complaints]
     print(f"{len(outcomes)} faults, {len(bad)} with complaints, {time.monotonic() - started:.0f} s")
