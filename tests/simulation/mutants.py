@@ -35,20 +35,20 @@ Apply = Callable[[ExitStack], None]
 
 @dataclass(frozen=True)
 class Mutant:
-    """`first_seed`: where the bounded search of CI starts; the table was made from seed 0 on."""
+    """`is_rare`: it shows in one of hundreds or thousands of seeds, so that CI leaves it to the table."""
 
     law: int
     name: str
     apply: Apply
-    first_seed: int = 0
+    is_rare: bool = False
 
 
 MUTANTS: list[Mutant] = []
 
 
-def mutant(law: int, name: str, first_seed: int = 0) -> Callable[[Apply], Apply]:
+def mutant(law: int, name: str, *, is_rare: bool = False) -> Callable[[Apply], Apply]:
     def add(apply: Apply) -> Apply:
-        MUTANTS.append(Mutant(law, name, apply, first_seed))
+        MUTANTS.append(Mutant(law, name, apply, is_rare))
         return apply
 
     return add
@@ -96,13 +96,13 @@ def _(stack: ExitStack) -> None:
     replace(stack, fenced_pages, "quarantine_end", lambda *, now, **_: now)
 
 
-@mutant(1, "the quarantine does not wait for the lease of a sender that may live")
+@mutant(1, "the quarantine does not wait for the lease of a sender that may live", is_rare=True)
 def _(stack: ExitStack) -> None:
     real = fenced_pages.quarantine_end
     replace(stack, fenced_pages, "quarantine_end", lambda **times: real(**{**times, "is_dead": True}))
 
 
-@mutant(1, "a prefiller keeps writing after its lease")
+@mutant(1, "a prefiller keeps writing after its lease", is_rare=True)
 def _(stack: ExitStack) -> None:
     real = Writer.begin
 
@@ -113,7 +113,7 @@ def _(stack: ExitStack) -> None:
     replace(stack, Writer, "begin", begin)
 
 
-@mutant(1, "a prefiller forgets which transfers were fenced before they began")
+@mutant(1, "a prefiller forgets which transfers were fenced before they began", is_rare=True)
 def _(stack: ExitStack) -> None:
     replace(stack, Ledger, "is_fenced", lambda self, transfer_id: False)
 
@@ -173,7 +173,7 @@ def _(stack: ExitStack) -> None:
     replace(stack, Writer, "close", close)
 
 
-@mutant(2, "a step does not wait for writes of preempted pages")
+@mutant(2, "a step does not wait for writes of preempted pages", is_rare=True)
 def _(stack: ExitStack) -> None:
     replace(stack, worker_half.WorkerHalf, "handle_preemptions", lambda self, transfer_ids: None)
 
@@ -349,22 +349,22 @@ def _(stack: ExitStack) -> None:
     replace(stack, PrefillSide, "plan", plan)
 
 
-def search(one: Mutant, *, first_seed: int, max_seeds: int, num_requests: int) -> tuple[int, str] | None:
+def search(one: Mutant, *, max_seeds: int, num_requests: int) -> tuple[int, str] | None:
     """(seeds run, what was seen) when a seed finds the mutant, None when none does."""
     with applied(one):
         for number in range(max_seeds):
-            violation = Run(draw(first_seed + number, num_requests)).run().violation
+            violation = Run(draw(number, num_requests)).run().violation
             if violation is not None:
                 return number + 1, str(violation)
     return None
 
 
-def main(max_seeds: int = 300, num_requests: int = 100) -> int:
-    """Print the table."""
+def main(max_seeds: int = 3000, num_requests: int = 100) -> int:
+    """Print the table; a quarter of an hour on one core, most of it for the rare ones."""
     missed = 0
     for one in MUTANTS:
         started = time.monotonic()
-        found = search(one, first_seed=0, max_seeds=max_seeds, num_requests=num_requests)
+        found = search(one, max_seeds=max_seeds, num_requests=num_requests)
         missed += found is None
         where = f"seed {found[0] - 1}, {found[0] * num_requests} requests: {found[1]}" if found else "NOT FOUND"
         print(f"law {one.law:2}  {one.name}: {where}  ({time.monotonic() - started:.0f} s)", flush=True)

@@ -57,14 +57,16 @@ def test_everything_that_can_happen_happens() -> None:
     assert wanted | {"notes_late", "notes_duplicate", "pages_verified"} <= {k for k, v in counters.items() if v}
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"law {mutant.law}, {mutant.name}")
+@pytest.mark.parametrize(
+    "mutant", [m for m in MUTANTS if not m.is_rare], ids=lambda mutant: f"law {mutant.law}, {mutant.name}"
+)
 def test_a_broken_law_is_found(mutant: Mutant) -> None:
-    assert search(mutant, first_seed=mutant.first_seed, max_seeds=12, num_requests=100) is not None
+    assert search(mutant, max_seeds=80, num_requests=100) is not None
 
 
 def test_a_failing_scenario_is_made_small() -> None:
     broken = next(m for m in MUTANTS if m.name == "giving up asks no fence")
-    found = search(broken, first_seed=0, max_seeds=20, num_requests=NUM_REQUESTS)
+    found = search(broken, max_seeds=20, num_requests=NUM_REQUESTS)
     assert found is not None
     scenario = draw(found[0] - 1, NUM_REQUESTS)
 
