@@ -36,7 +36,7 @@ def test_everything_that_can_happen_happens() -> None:
     """The seeds of this test together reach every kind of end, fault and counter that matters."""
     counters: dict[str, int] = {}
     kinds: set[str] = set()
-    for seed in range(20):
+    for seed in range(40):
         scenario = draw(seed, 40)
         outcome = Run(scenario).run()
         kinds |= {fault.kind for fault in scenario.faults} | set(outcome.ends)
