@@ -90,7 +90,7 @@ def _small(seed: int, leaves_after_s: list[float | None], *faults: Fault) -> Sce
 
 @dataclass(frozen=True)
 class Mutant:
-    """`scenarios`: where it is looked for; drawn ones show some mutants in one of hundreds or thousands of seeds only."""
+    """`scenarios`: where it is looked for; drawn ones show some mutants only in one of hundreds of seeds or more."""
 
     law: int
     name: str
