@@ -1,7 +1,6 @@
 """The prefillers of a decoder's pool: each is greeted until it is usable, and again when it was lost."""
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from logging import getLogger
@@ -103,7 +102,7 @@ class PrefillerPool:
         body = {"model": self._model, "prompt": [0], "max_tokens": 1, "temperature": 0.0}
         params = to_params(HELLO, Hello(protocol=PROTOCOL_VERSION, decoder=self._engine_id))
         while True:
-            started = time.monotonic()
+            started = asyncio.get_running_loop().time()
             delay_s = self._config.retry_s
             try:
                 reply = await asyncio.wait_for(
@@ -121,7 +120,7 @@ class PrefillerPool:
                 prefiller.state, _ = step(PREFILLER_TABLE, prefiller.state, PrefillerEvent.GONE)
                 self._complain(prefiller, "prefiller_absent", str(error) or "time-out")
             else:
-                self._welcome(prefiller, reply.hello, time.monotonic() - started)
+                self._welcome(prefiller, reply.hello, asyncio.get_running_loop().time() - started)
                 return
             await asyncio.sleep(delay_s)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing.pool import Pool
 
-from vllm_pd_connector.testing.simulation.run import Outcome, Run
+from vllm_pd_connector.testing.simulation.run import Outcome, Run, quieten
 from vllm_pd_connector.testing.simulation.scenario import Scenario, draw
 from vllm_pd_connector.testing.simulation.shrink import shrink
 
@@ -122,6 +122,7 @@ def _workers(jobs: int) -> Iterator[Pool]:
 
 def _prepare() -> None:
     """What is loaded once is not searched for garbage after each run."""
+    quieten()
     Run(draw(0, 1)).run()
     gc.collect()
     gc.freeze()

@@ -25,6 +25,8 @@ SETTLE_S = 60.0
 
 LOOK_EVERY_S = 0.5
 
+SILENT = logging.CRITICAL + 1
+
 
 @dataclass
 class Outcome:
@@ -162,15 +164,20 @@ def _package_log_in(world: World) -> Iterator[None]:
     logger, vllm = logging.getLogger(PACKAGE), logging.getLogger("vllm")
     before = logger.handlers, logger.propagate, logger.level, vllm.level
     logger.handlers, logger.propagate = [_ToWorld(world)], False
-    _set_level(logger, logging.INFO if world.keep_log else logging.CRITICAL + 1)
-    _set_level(vllm, logging.CRITICAL)
+    _set_level(logger, logging.INFO if world.keep_log else SILENT)
+    _set_level(vllm, SILENT)
     try:
         yield
     finally:
         logger.handlers, logger.propagate = before[:2]
-        if world.keep_log:  # a run without a log leaves things quiet for the next one
-            _set_level(logger, before[2])
-            _set_level(vllm, before[3])
+        _set_level(logger, before[2])
+        _set_level(vllm, before[3])
+
+
+def quieten() -> None:
+    """For a process that only simulates: no run has to set levels and set them back."""
+    _set_level(logging.getLogger(PACKAGE), SILENT)
+    _set_level(logging.getLogger("vllm"), SILENT)
 
 
 def _set_level(logger: logging.Logger, level: int) -> None:
