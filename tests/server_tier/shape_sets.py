@@ -64,7 +64,7 @@ class Row:
         granule: tokens that move at once.
         copies: decoder ranks that hold the same head.
         greetings: prefillers the decoder has in its pool.
-        is_continued: prompts end with the reference's first token, see `tests/e2e/test_shapes.py`.
+        is_continued: prompts end with the reference's first token and come one by one, see `tests/e2e/test_shapes.py`.
     """
 
     servers: str
