@@ -22,7 +22,7 @@ from server_tier.stage import Stage
 
 from vllm_pd_connector.testing.servers import Server
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.server, pytest.mark.extended, pytest.mark.timeout(900)]
 
 
 MAX_TOKENS = 16

@@ -12,7 +12,7 @@ from server_tier.fixtures import SUMMARY
 from server_tier.reference import Reference
 from server_tier.stage import Stage
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.server, pytest.mark.extended, pytest.mark.timeout(900)]
 
 BOUNDED = {
     "ordinary": ["kill-prefiller", "terminate-prefiller"],
