@@ -4,9 +4,10 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import zmq
@@ -21,6 +22,7 @@ from vllm_pd_connector.wire.messages import ControlEndpoint, Fence, Inquiry, Qui
 GENERATION, OTHER = "a" * 16, "b" * 16
 TRANSFER = "c" * 32
 Open = Callable[..., FenceServer]
+T = TypeVar("T")
 
 
 class Handler:
@@ -79,23 +81,22 @@ def make_key(path: Path) -> ControlKey:
 def ask(
     *endpoints: str, generation: str = GENERATION, key: ControlKey | None = None, timeout_s: float = 5.0
 ) -> FenceOutcome:
-    async def run() -> FenceOutcome:
-        client = FenceClient(key)
-        try:
-            controls = [ControlEndpoint(endpoint=e, generation=generation) for e in endpoints]
-            return await client.ask(controls, TRANSFER, timeout_s)
-        finally:
-            client.close()
-
-    return asyncio.run(run())
+    controls = [ControlEndpoint(endpoint=e, generation=generation) for e in endpoints]
+    return with_client(key, lambda client: client.ask(controls, TRANSFER, timeout_s))
 
 
 def inquire(*endpoints: str, generation: str = GENERATION, timeout_s: float = 5.0) -> TransferOutlook:
-    async def run() -> TransferOutlook:
-        client = FenceClient(None)
+    controls = [ControlEndpoint(endpoint=e, generation=generation) for e in endpoints]
+    return with_client(None, lambda client: client.inquire(controls, TRANSFER, timeout_s))
+
+
+def with_client(key: ControlKey | None, question: Callable[[FenceClient], Awaitable[T]]) -> T:
+    """What a client that lives for one question is told."""
+
+    async def run() -> T:
+        client = FenceClient(key)
         try:
-            controls = [ControlEndpoint(endpoint=e, generation=generation) for e in endpoints]
-            return await client.inquire(controls, TRANSFER, timeout_s)
+            return await question(client)
         finally:
             client.close()
 

@@ -5,6 +5,7 @@ Imported by API server processes too: nothing here needs a device or NIXL until 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -62,7 +63,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
                 kv_cache_config,
                 rank=get_tensor_model_parallel_rank(),
                 pp_rank=get_pp_group().rank_in_group,
-                open_transport=lambda name, placement: _open_transport(config, name, placement),
+                open_transport=partial(_open_transport, config),
             )
 
     @property
