@@ -85,7 +85,11 @@ class Cluster:
         self.prefillers = [
             self._rank(
                 self._worker(self.src, rank, stage),
-                wrap(ScriptedTransport(MemoryTransport(self.fabric, f"p{stage}.{rank}", polls_per_write), faults)),
+                wrap(
+                    ScriptedTransport(
+                        MemoryTransport(self.fabric, f"p{stage}.{rank}", polls_per_write), faults, self.clock
+                    )
+                ),
                 verify,
             )
             for stage in range(stages)

@@ -233,13 +233,13 @@ def _(stack: ExitStack) -> None:
     replace(stack, worker_half.WorkerHalf, "handle_preemptions", lambda self, transfer_ids: None)
 
 
-@mutant(2, "a write that cannot be cancelled counts as over")
+@mutant(2, "a write of a cancelled transfer counts as over")
 def _(stack: ExitStack) -> None:
     def poll_posted(self: Writer) -> None:
         still = []
         for posted in self._posted:
             status = self._transport.poll(posted.handle)
-            if status is writer.WriteStatus.POSTED and not self._is_hopeless(posted):
+            if status is writer.WriteStatus.POSTED and posted.outgoing.may_post:
                 still.append(posted)
             else:
                 self._transport.release(posted.handle)

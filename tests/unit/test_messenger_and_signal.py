@@ -1,6 +1,8 @@
 """The messenger's turn without a thread, the host layer signal, and scripted faults on a transport."""
 
 import threading
+import time
+from collections.abc import Callable
 
 import pytest
 
@@ -8,10 +10,11 @@ from vllm_pd_connector.engine.layer_signal import HostLayerSignal, make_signal
 from vllm_pd_connector.engine.messenger import Messenger
 from vllm_pd_connector.geometry.page_table import whole_pages
 from vllm_pd_connector.testing.buffers import KvBuffer
+from vllm_pd_connector.testing.clock import FakeClock
 from vllm_pd_connector.testing.shapes import bound_pieces
 from vllm_pd_connector.transport.base import WriteStatus
 from vllm_pd_connector.transport.memory import MemoryFabric, MemoryTransport
-from vllm_pd_connector.transport.scripted import Action, ScriptedFault, ScriptedTransport
+from vllm_pd_connector.transport.scripted import HANG_S, Action, ScriptedFault, ScriptedTransport
 
 
 class Duty:
@@ -117,13 +120,13 @@ class TestHostLayerSignal:
 
 
 def scripted(
-    action: Action, nth: int = 1, count: int = 1
+    action: Action, nth: int = 1, count: int = 1, clock: Callable[[], float] = time.monotonic
 ) -> tuple[ScriptedTransport, KvBuffer, KvBuffer, MemoryTransport]:
     fabric = MemoryFabric()
     src = KvBuffer(num_layers=1, num_blocks=5, page_bytes=8)
     dst = KvBuffer(num_layers=1, num_blocks=5, page_bytes=8)
     src.fill_random(1)
-    sender = ScriptedTransport(MemoryTransport(fabric, "s"), [ScriptedFault(action, nth, count)])
+    sender = ScriptedTransport(MemoryTransport(fabric, "s"), [ScriptedFault(action, nth, count)], clock)
     target = MemoryTransport(fabric, "t")
     sender.register(src.table)
     target.register(dst.table)
@@ -137,7 +140,7 @@ def write_block(transport: ScriptedTransport, src: KvBuffer, dst: KvBuffer, *blo
     status = transport.poll(handle)
     for _ in range(3):
         status = transport.poll(handle)
-    assert transport.release(handle)
+    assert transport.release(handle) == (status is not WriteStatus.POSTED)
     return status
 
 
@@ -155,6 +158,17 @@ class TestScriptedFaults:
             assert bytes(dst.page(0, block)) == bytes(src.page(0, block))
         for block in (2, 3):
             assert not dst.page(0, block).any()
+
+    def test_a_write_that_hangs_fails_in_the_end(self) -> None:
+        clock = FakeClock()
+        transport, src, dst, _ = scripted("hang", nth=0, clock=clock)
+        lane = transport.open_lane(transport.connect(b"t", dst.table), whole_pages(src.table), whole_pages(dst.table))
+        handle = transport.post_write(lane, bound_pieces([1], [1]), b"")
+        clock.advance(HANG_S)
+        assert transport.poll(handle) is WriteStatus.POSTED
+        clock.advance(0.1)
+        assert transport.poll(handle) is WriteStatus.FAILED
+        assert transport.release(handle)
 
     def test_a_wrong_page_arrives_as_if_it_were_right(self) -> None:
         transport, src, dst, target = scripted("wrong_page", nth=0)

@@ -1,4 +1,4 @@
-"""A writer's books: transfers, fenced ids, leases, and patience."""
+"""A writer's books: transfers, fenced ids, and leases."""
 
 from collections import OrderedDict
 
@@ -12,9 +12,6 @@ MAX_REMEMBERED = 65_536
 MAX_FAILURES = 4_096
 """Failed transfers whose reason is remembered: decoders ask within seconds."""
 
-PATIENCE_S = 2.0
-"""Seconds a cancelled transfer's posted writes get to end by themselves before their handles are cancelled."""
-
 
 class Ledger:
     """owned by: Writer, on the messenger thread."""
@@ -24,7 +21,6 @@ class Ledger:
         self._fenced: OrderedDict[str, None] = OrderedDict()
         self._unclean: OrderedDict[str, None] = OrderedDict()
         self._failures: OrderedDict[str, str] = OrderedDict()
-        self._patience: dict[str, float] = {}
         self.leases: Deadlines[str] = Deadlines()
 
     def add(self, outgoing: Outgoing) -> None:
@@ -44,7 +40,6 @@ class Ledger:
         outgoing = self._transfers.pop(transfer_id, None)
         if outgoing is not None and not outgoing.is_clean:
             _remember(self._unclean, transfer_id)
-        self._patience.pop(transfer_id, None)
         self.leases.disarm(transfer_id)
 
     def was_clean(self, transfer_id: str) -> bool:
@@ -65,12 +60,6 @@ class Ledger:
     def failure(self, transfer_id: str) -> str:
         """Why a transfer was given up, also after it was dropped; empty when it was not."""
         return self._failures.get(transfer_id, "")
-
-    def limit_patience(self, transfer_id: str, now: float) -> None:
-        self._patience.setdefault(transfer_id, now + PATIENCE_S)
-
-    def patience_is_over(self, transfer_id: str, now: float) -> bool:
-        return now > self._patience.get(transfer_id, now)
 
 
 def _remember(ids: OrderedDict[str, None], transfer_id: str) -> None:

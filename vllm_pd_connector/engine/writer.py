@@ -29,6 +29,9 @@ from vllm_pd_connector.wire.messages import FailureNote, Quiet, Standing, WriteN
 
 logger = getLogger(__name__)
 
+STUCK_S = 10.0
+"""Seconds in flight after which a write is complained about. Nothing can end it (docs/adr/0008)."""
+
 
 @dataclass(slots=True)
 class _Write:
@@ -55,6 +58,7 @@ class _Posted:
     handle: Any
     bound: BoundWrite
     layers: Sequence[int]
+    posted_at: float
     is_stuck: bool = False
 
     @property
@@ -246,32 +250,22 @@ class Writer:
         handle = self._transport.post_write(link.lane, bound, encode(note))
         self._tally.add("writes")
         outgoing.num_in_flight += 1
-        self._posted.append(_Posted(outgoing, link, handle, bound, layers))
+        self._posted.append(_Posted(outgoing, link, handle, bound, layers, self._clock()))
 
     def _poll_posted(self) -> None:
         still: list[_Posted] = []
         for posted in self._posted:
             status = self._transport.poll(posted.handle)
-            if status is WriteStatus.POSTED and not self._is_hopeless(posted):
-                still.append(posted)
-                continue
-            if not self._transport.release(posted.handle):
-                self._complain_stuck(posted)
+            if status is WriteStatus.POSTED or not self._transport.release(posted.handle):
+                self._complain_if_stuck(posted)
                 still.append(posted)  # it may still read the pages: they stay (law 2)
-                continue
-            self._account(posted, status)
+            else:
+                self._account(posted, status)
         self._posted = still
 
-    def _is_hopeless(self, posted: _Posted) -> bool:
-        """A cancelled write that does not end by itself; few transports can be asked to end it."""
-        outgoing = posted.outgoing
-        return outgoing.state is OutgoingState.CANCELLED and self._ledger.patience_is_over(
-            outgoing.transfer_id, self._clock()
-        )
-
-    def _complain_stuck(self, posted: _Posted) -> None:
+    def _complain_if_stuck(self, posted: _Posted) -> None:
         """Once: no bound of ours ends this wait (law 2 before law 8)."""
-        if not posted.is_stuck:
+        if not posted.is_stuck and self._clock() - posted.posted_at > STUCK_S:
             posted.is_stuck = True
             self._tally.add("writes_stuck")
             logger.error(
@@ -328,7 +322,6 @@ class Writer:
         if outgoing.may_post:
             self._tally.add("transfers_cancelled")
         outgoing.event(OutgoingEvent.CANCEL)
-        self._ledger.limit_patience(outgoing.transfer_id, self._clock())
 
     def _give_up(self, outgoing: Outgoing, reason: str) -> None:
         """Cancel for a reason the decoder should know at once."""

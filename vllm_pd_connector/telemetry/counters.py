@@ -17,7 +17,7 @@ COUNTERS: dict[str, str] = {
     "bytes_written": "Bytes written to decoders.",
     "writes": "Writes posted.",
     "write_failures": "Writes that failed.",
-    "writes_stuck": "Writes of cancelled transfers that the transport neither ended nor gave back for seconds.",
+    "writes_stuck": "Writes that the transport has not ended for 10 seconds; their pages wait for it.",
     "transfers_cancelled": "Transfers stopped on the prefiller before their last page.",
     "preemption_waits": "Steps that waited for writes of preempted pages.",
     "preemption_wait_us": "Microseconds these steps waited, in all.",

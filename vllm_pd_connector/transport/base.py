@@ -79,10 +79,10 @@ class Transport(Protocol):
         ...
 
     def release(self, handle: WriteHandle) -> bool:
-        """Give the handle of a write back that is over; False while it may still read and write pages.
+        """Give the handle of a write back that is DONE or FAILED; False while it may still read and write pages.
 
-        No transport here can call a posted write back. NIXL's own release of such a handle returns at once and the
-        write goes on (docs/adr/0008).
+        No transport can call a posted write back: NIXL's own release of such a handle returns at once and the write
+        goes on (docs/adr/0008).
         """
         ...
 

@@ -3,7 +3,8 @@
 Scripted by number and not by chance, so that a failing test fails again.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -12,6 +13,9 @@ import numpy as np
 from vllm_pd_connector.geometry.page_table import PageTable, PageView
 from vllm_pd_connector.plan.write import BoundWrite
 from vllm_pd_connector.transport.base import Transport, WriteStatus
+
+HANG_S = 5.0
+"""Seconds a write hangs."""
 
 Action = Literal["wrong_page", "drop", "fail", "hang"]
 
@@ -23,7 +27,7 @@ class ScriptedFault:
     wrong_page: the first page carries the bytes of another one, and nobody is told.
     drop: nothing is written, and the sender believes it was.
     fail: the write ends as FAILED.
-    hang: the write stays POSTED until it is released.
+    hang: the write stays POSTED for `HANG_S`, then ends as FAILED, as one does whose retries are used up.
     """
 
     action: Action
@@ -34,13 +38,17 @@ class ScriptedFault:
 @dataclass(slots=True)
 class _Stuck:
     status: WriteStatus
+    ends_at: float = 0.0
 
 
 class ScriptedTransport:
-    """Wraps a transport. owned by: as the wrapped one."""
+    """Wraps a transport. owned by: as the wrapped one. `clock`: monotonic seconds."""
 
-    def __init__(self, inner: Transport, faults: Sequence[ScriptedFault]) -> None:
+    def __init__(
+        self, inner: Transport, faults: Sequence[ScriptedFault], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._inner = inner
+        self._clock = clock
         self._faults = {fault.nth + i: fault.action for fault in faults for i in range(fault.count)}
         self._num_writes = 0
 
@@ -56,14 +64,20 @@ class ScriptedTransport:
         if action == "fail":
             return _Stuck(WriteStatus.FAILED)
         if action == "hang":
-            return _Stuck(WriteStatus.POSTED)
+            return _Stuck(WriteStatus.POSTED, ends_at=self._clock() + HANG_S)
         return self._inner.post_write(lane, write, note)
 
     def poll(self, handle: Any) -> WriteStatus:
-        return handle.status if isinstance(handle, _Stuck) else self._inner.poll(handle)
+        if not isinstance(handle, _Stuck):
+            return self._inner.poll(handle)
+        if handle.status is WriteStatus.POSTED and self._clock() > handle.ends_at:
+            handle.status = WriteStatus.FAILED
+        return handle.status
 
     def release(self, handle: Any) -> bool:
-        return True if isinstance(handle, _Stuck) else self._inner.release(handle)
+        if isinstance(handle, _Stuck):
+            return handle.status is not WriteStatus.POSTED
+        return self._inner.release(handle)
 
     def register(self, pages: PageTable) -> None:
         self._inner.register(pages)

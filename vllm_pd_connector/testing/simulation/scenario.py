@@ -101,7 +101,7 @@ TIMES = {
     "connect_timeout_s": 0.5,
     "retry_s": 0.5,
 }
-"""Shorter than in production, in like proportions; `quarantine_s` covers `Noise.late_s` and the writer's patience."""
+"""Shorter than in production, in like proportions; `quarantine_s` covers `Noise.late_s`."""
 
 FAULT_S = ((0.02, 1.0), (1.0, 8.0), (8.0, 32.0))
 """Shorter than a step to longer than a deadline, a lease and a quarantine together."""
