@@ -25,6 +25,7 @@ ORDER = [
     "wire",
     "config",
     "telemetry",
+    "kernels",
     "transport",
     "control",
 ]

@@ -127,6 +127,20 @@ class PDConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         int,
         Meta(ge=1, description="Bytes of ready layers that wake the writer before the step ends; less waits for more."),
     ] = 1 << 20
+    native_posting: Annotated[
+        bool,
+        Meta(
+            description="Have a native thread post the writes, through NIXL's C ABI, without waiting for Python. Needs "
+            "the compiled extension; where a trial write fails at start, and with `verify_pages`, Python posts."
+        ),
+    ] = False
+    full_cuda_graphs: Annotated[
+        bool,
+        Meta(
+            description="On a prefiller, let vLLM replay whole steps as CUDA graphs; layers are then announced from "
+            "inside them. Needs nvcc at installation or the cupy extra. Off: attention runs between graph pieces."
+        ),
+    ] = False
     max_parked: Annotated[
         int, Meta(ge=1, description="Transfers whose pages may arrive before this worker has been told of them.")
     ] = 4096

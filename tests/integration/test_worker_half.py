@@ -3,7 +3,7 @@
 import pytest
 from worker_rig import LEASE_S, NUM_LAYERS, UNITS_PER_PAGE, A, B, Cluster
 
-from vllm_pd_connector.engine.writer import STUCK_S
+from vllm_pd_connector.engine.posting import STUCK_S
 from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.transport.scripted import HANG_S, ScriptedFault, ScriptedTransport
 from vllm_pd_connector.wire.messages import Quiet

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import numpy as np
 
 from vllm_pd_connector.control import fence_server
-from vllm_pd_connector.engine import fenced_pages, prefill_side, receiver, vllm_compat, worker_half, writer
+from vllm_pd_connector.engine import fenced_pages, posting, prefill_side, receiver, vllm_compat, worker_half
 from vllm_pd_connector.engine.decode_side import DecodeSide
 from vllm_pd_connector.engine.ledger import Ledger
 from vllm_pd_connector.engine.outgoing import Outgoing
@@ -235,18 +235,15 @@ def _(stack: ExitStack) -> None:
 
 @mutant(2, "a write of a cancelled transfer counts as over")
 def _(stack: ExitStack) -> None:
-    def poll_posted(self: Writer) -> None:
-        still = []
-        for posted in self._posted:
-            status = self._transport.poll(posted.handle)
-            if status is writer.WriteStatus.POSTED and posted.outgoing.may_post:
-                still.append(posted)
-            else:
-                self._transport.release(posted.handle)
-                self._account(posted, status)
-        self._posted = still
+    def poll(self: posting.Posting) -> list[Any]:
+        polled = [(posted, self._transport.poll(posted.handle)) for posted in self._posted]
+        over = [(p, s) for p, s in polled if s is not posting.WriteStatus.POSTED or not p.outgoing.may_post]
+        for posted, _ in over:
+            self._transport.release(posted.handle)
+            self._posted.remove(posted)
+        return over
 
-    replace(stack, Writer, "_poll_posted", poll_posted)
+    replace(stack, posting.Posting, "poll", poll)
 
 
 # Law 3: only reserved pages that nobody shares are written
@@ -261,19 +258,19 @@ def _(stack: ExitStack) -> None:
 
 @mutant(3, "a write goes one block too far")
 def _(stack: ExitStack) -> None:
-    real = writer.select
+    real = posting.select
 
     def select(group: Any, route: Any, transfer_id: str, src: Any, dst: Any) -> Any:
         blocks = np.minimum(np.asarray(group.dst_blocks) + 1, dst.num_blocks - 1)
         return real(
-            writer.GroupWrite(span=group.span, src_blocks=group.src_blocks, dst_blocks=blocks),
+            posting.GroupWrite(span=group.span, src_blocks=group.src_blocks, dst_blocks=blocks),
             route,
             transfer_id,
             src,
             dst,
         )
 
-    replace(stack, writer, "select", select)
+    replace(stack, posting, "select", select)
 
 
 # Law 4: a page is written once, when it is complete

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vllm_pd_connector.engine.layer_signal import HostLayerSignal, make_signal
+from vllm_pd_connector.engine.layer_signal import HostLayerSignal, PlainSignals
 from vllm_pd_connector.engine.messenger import Messenger
 from vllm_pd_connector.geometry.page_table import whole_pages
 from vllm_pd_connector.testing.buffers import KvBuffer
@@ -116,7 +116,7 @@ class TestHostLayerSignal:
         assert HostLayerSignal(3).take() == []
 
     def test_the_cpu_gets_the_host_signal(self) -> None:
-        assert isinstance(make_signal("cpu", 2), HostLayerSignal)
+        assert isinstance(PlainSignals("cpu", 2).begin_step(), HostLayerSignal)
 
 
 def scripted(

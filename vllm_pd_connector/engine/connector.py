@@ -23,6 +23,7 @@ from vllm_pd_connector.engine.scheduler_half import SchedulerHalf
 from vllm_pd_connector.engine.stats import PDPromMetrics, PDStats
 from vllm_pd_connector.engine.step import RankHandshake, StepMetadata, WorkerReport
 from vllm_pd_connector.engine.worker_half import WorkerHalf
+from vllm_pd_connector.kernels import device_launch
 from vllm_pd_connector.telemetry.log import adopt_vllm_logging
 
 if TYPE_CHECKING:
@@ -84,7 +85,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return True  # the replay of a full graph runs no layer hook
+        # The replay of a full graph runs no layer hook: the signals have to be part of the graph.
+        return not (extra_config.get("full_cuda_graphs") and device_launch.is_available())
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
@@ -159,10 +161,17 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(connector_metadata, StepMetadata)
         self._w.start_step(connector_metadata)
 
+    def has_connector_metadata(self) -> bool:
+        # vLLM skips the layer hooks without it, and binds none while it captures a graph.
+        return super().has_connector_metadata() or (self._worker is not None and self._worker.is_capturing)
+
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        self._w.layer_done(layer_name)
+        if super().has_connector_metadata():
+            self._w.layer_done(layer_name)
+        else:
+            self._w.layer_captured(layer_name)
 
     def wait_for_save(self) -> None:
         self._w.end_step()

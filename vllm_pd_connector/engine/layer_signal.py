@@ -1,16 +1,23 @@
 """How the writer learns that a layer's KV is in memory.
 
-The model thread pays one append, or one CUDA event, per layer (law 14).
+The model thread pays one store, one kernel launch or one CUDA event per layer (law 14).
 """
 
+from __future__ import annotations
+
 import time
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm_pd_connector.kernels.poller import Trigger
+
 
 class LayerSignal(Protocol):
-    """One step's layers. `bump` and `finish` are called by the model thread, `take` by the messenger thread.
+    """One step's layers. `bump` and `finish` are called by the model thread, the others by the messenger thread.
 
     Attributes:
         must_poll: a layer may become ready later than its bump, without anybody waking the messenger.
@@ -22,12 +29,41 @@ class LayerSignal(Protocol):
         """The layer's attention has been enqueued (device) or is done (CPU)."""
         ...
 
-    def finish(self) -> None:
-        """The forward pass has been enqueued or is done: layers whose hook never fired count as bumped."""
+    def finish(self) -> int:
+        """The forward pass has been enqueued or is done: layers whose hook never fired count as bumped.
+
+        Returns:
+            How many those were; where a device counts them, those of earlier steps it has told of since.
+        """
         ...
 
     def take(self) -> list[tuple[int, int]]:
         """(layer, monotonic ns when it was seen ready) for layers in memory that were not taken before."""
+        ...
+
+    def watch(self, portions: Sequence[Sequence[int]]) -> None:
+        """Have the messenger woken when all layers of a portion are ready; by default the hook does that."""
+        ...
+
+    def trigger(self, layers: Sequence[int], deadline_ns: int) -> Trigger | None:
+        """What a native poller has to wait for; None when only `take` tells."""
+        ...
+
+
+class LayerSignals(Protocol):
+    """Makes a rank's signals. owned by: the model thread."""
+
+    def begin_step(self) -> LayerSignal:
+        """Before the forward pass of a step that has pages to send; at most one step is between this and `finish`."""
+        ...
+
+    def capture(self, layer: int) -> None:
+        """The layer's hook runs while a CUDA graph is being captured."""
+        ...
+
+    @property
+    def is_capturing(self) -> bool:
+        """Hooks must run although no step is bound."""
         ...
 
 
@@ -45,8 +81,9 @@ class HostLayerSignal:
     def bump(self, layer: int) -> None:
         self._bumps.append((layer, time.monotonic_ns()))
 
-    def finish(self) -> None:
+    def finish(self) -> int:
         self._is_finished = True
+        return self._num_layers - len({layer for layer, _ in self._bumps})
 
     def take(self) -> list[tuple[int, int]]:
         # Read the flag first: bumps made before `finish` are then in the list.
@@ -59,9 +96,18 @@ class HostLayerSignal:
         self._taken.update(layer for _, layer in fresh)
         return [(layer, at) for at, layer in fresh]
 
+    def watch(self, portions: Sequence[Sequence[int]]) -> None:
+        pass
 
-class CudaLayerSignal:
-    """For CUDA streams: one event recorded after each layer's attention; the writer queries, never synchronises."""
+    def trigger(self, layers: Sequence[int], deadline_ns: int) -> None:
+        return None
+
+
+class EventLayerSignal:
+    """For CUDA streams where no kernel can be launched by us: one event after each layer's attention.
+
+    The writer queries, never synchronises. Not inside CUDA graphs: a replay records no event that can be queried.
+    """
 
     must_poll = True
 
@@ -76,10 +122,12 @@ class CudaLayerSignal:
         event.record()
         self._events.append((layer, event))
 
-    def finish(self) -> None:
+    def finish(self) -> int:
+        announced = {layer for layer, _ in self._events}
         event = torch.cuda.Event()
         event.record()
         self._events.extend((layer, event) for layer in range(self._num_layers))
+        return self._num_layers - len(announced)
 
     def take(self) -> list[tuple[int, int]]:
         fresh: list[tuple[int, int]] = []
@@ -91,7 +139,24 @@ class CudaLayerSignal:
                 fresh.append((layer, time.monotonic_ns()))
         return fresh
 
+    def watch(self, portions: Sequence[Sequence[int]]) -> None:
+        pass
 
-def make_signal(device_type: str, num_layers: int) -> LayerSignal:
-    """The signal for the device the KV cache is on."""
-    return CudaLayerSignal(num_layers) if device_type == "cuda" else HostLayerSignal(num_layers)
+    def trigger(self, layers: Sequence[int], deadline_ns: int) -> None:
+        return None
+
+
+class PlainSignals:
+    """Signals that need nothing compiled."""
+
+    is_capturing = False
+
+    def __init__(self, device_type: str, num_layers: int) -> None:
+        self._kind = EventLayerSignal if device_type == "cuda" else HostLayerSignal
+        self._num_layers = num_layers
+
+    def begin_step(self) -> LayerSignal:
+        return self._kind(self._num_layers)
+
+    def capture(self, layer: int) -> None:
+        pass  # a replay is announced by `finish`

@@ -19,8 +19,9 @@ class Outgoing:
     Attributes:
         links: the decoder ranks that need something of this rank, perhaps none.
         dst_layers: this rank's layers in the decoder's tables.
+        lease_ends: seconds on the writer's clock after which nothing is posted.
         num_unposted: chunk writes handed out that still have layers to post.
-        num_in_flight: writes posted and not over.
+        num_in_flight: writes posted, or armed to be, and not over.
         is_clean: no write has failed.
         report_as: request id to report as sent once quiet.
     """
@@ -29,6 +30,7 @@ class Outgoing:
     links: list[Link] = field(default_factory=list)
     dst_layers: list[int] = field(default_factory=list)
     state: OutgoingState = OutgoingState.OPEN
+    lease_ends: float = 0.0
     num_unposted: int = 0
     num_in_flight: int = 0
     seq: int = 0

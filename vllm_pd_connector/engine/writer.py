@@ -1,69 +1,45 @@
 """The prefiller's writer: posts each layer's pages as soon as they are in memory, and keeps account until silence.
 
-Grain: at each turn all layers that became ready since the last one go out in one write per transfer. The layer hook
-wakes the writer when `min_write_bytes` are ready, so short steps travel in one write and long ones layer by layer.
+Grain: at each turn all layers that became ready since the last one go out in one write per transfer, so whatever delays
+the writer makes its writes larger. It is woken when `min_write_bytes` are ready: short steps travel in one write and
+long ones layer by layer. Where a native thread posts (`arming`), the same layers are put together beforehand.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from logging import getLogger
-from typing import Any
 
-from vllm_pd_connector.engine.digests import signature
 from vllm_pd_connector.engine.layer_signal import LayerSignal
 from vllm_pd_connector.engine.ledger import Ledger
-from vllm_pd_connector.engine.links import Link, Links
+from vllm_pd_connector.engine.links import Links
 from vllm_pd_connector.engine.outgoing import Outgoing, WhenQuiet
+from vllm_pd_connector.engine.posting import PlannedWrite, Posted, Posting
 from vllm_pd_connector.engine.step import BeginTransfer, CloseTransfer
 from vllm_pd_connector.engine.worker_rank import WorkerRank
 from vllm_pd_connector.errors import ConfigError, OutOfRegion, PeerLost
+from vllm_pd_connector.kernels.poller import Trigger
 from vllm_pd_connector.lifecycle.outgoing import OutgoingEvent, OutgoingState
-from vllm_pd_connector.plan.write import BoundWrite, ChunkWrite, Granules, GroupWrite, bind, join, select
+from vllm_pd_connector.plan.write import ChunkWrite
 from vllm_pd_connector.telemetry.counters import Tally
 from vllm_pd_connector.telemetry.timeline import Timeline
-from vllm_pd_connector.transport.base import Transport, WriteStatus
+from vllm_pd_connector.transport.base import ArmingTransport, Transport, WriteStatus
 from vllm_pd_connector.wire.codec import encode
-from vllm_pd_connector.wire.messages import FailureNote, Quiet, Standing, WriteNote
+from vllm_pd_connector.wire.messages import FailureNote, Quiet, Standing
 
 logger = getLogger(__name__)
 
-STUCK_S = 10.0
-"""Seconds in flight after which a write is complained about. Nothing can end it (docs/adr/0008)."""
-
-
-@dataclass(slots=True)
-class _Write:
-    """A chunk write, and its granules for each link and cache group, worked out when its first layer is posted."""
-
-    transfer_id: str
-    groups: Sequence[GroupWrite]
-    granules: dict[Link, list[Granules]] = field(default_factory=dict)
+OUT_OF_LEASE = "the decoder's lease has run out"
 
 
 @dataclass(slots=True)
 class _Step:
     """Chunk writes of one forward pass and the signal that releases their layers."""
 
-    writes: list[_Write]
+    writes: list[PlannedWrite]
     signal: LayerSignal
     num_layers_left: int
-
-
-@dataclass(slots=True)
-class _Posted:
-    outgoing: Outgoing
-    link: Link
-    handle: Any
-    bound: BoundWrite
-    layers: Sequence[int]
-    posted_at: float
-    is_stuck: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        return self.bound.num_pages * self.link.route.spot_bytes
 
 
 @dataclass(slots=True)
@@ -81,7 +57,9 @@ class Writer:
         verify: send a digest of each page along.
         tally: counters.
         timeline: moments.
-        clock: monotonic seconds.
+        clock: monotonic seconds; those of `time.monotonic` where writes are armed.
+        grain_bytes: ready layers of this size, over all transfers of a step, are worth a write of their own.
+        arming: the transport again, when a native thread is to post.
     """
 
     def __init__(
@@ -93,26 +71,31 @@ class Writer:
         tally: Tally,
         timeline: Timeline,
         clock: Callable[[], float] = time.monotonic,
+        grain_bytes: int = 1,
+        arming: ArmingTransport | None = None,
     ) -> None:
         self._transport = transport
+        self._may_arm = arming is not None
+        self._grain_bytes = grain_bytes
         self._pages = rank.pages
         self._rank = rank
         self._sender = rank.number
-        self._verify = verify
         self._tally = tally
         self._timeline = timeline
         self._clock = clock
         self._ledger = Ledger()
         self._links = Links(transport, rank.pages, rank.geometry, rank.tp_rank)
         self._steps: list[_Step] = []
-        self._posted: list[_Posted] = []
+        self._posting = Posting(
+            transport, rank, verify=verify, tally=tally, timeline=timeline, clock=clock, arming=arming
+        )
         self._drains: list[_Drain] = []
         self.sent: deque[str] = deque()
         self.failures: deque[tuple[str, str]] = deque()
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._posted) or any(step.signal.must_poll for step in self._steps)
+        return self._posting.must_be_polled or any(step.signal.must_poll for step in self._steps)
 
     def begin(self, order: BeginTransfer) -> None:
         """Know a transfer; refuse it silently when it has been fenced already."""
@@ -123,7 +106,8 @@ class Writer:
             return
         outgoing = Outgoing(transfer_id, dst_layers=self._rank.layers_among(order.layers))
         self._ledger.add(outgoing)
-        self._ledger.leases.arm(transfer_id, self._clock() + order.lease_s)
+        outgoing.lease_ends = self._clock() + order.lease_s
+        self._ledger.leases.arm(transfer_id, outgoing.lease_ends)
         try:
             outgoing.links = self._links.to(reservation)
         except (PeerLost, OutOfRegion, ConfigError, IndexError, ValueError) as error:
@@ -131,14 +115,23 @@ class Writer:
 
     def start_step(self, writes: list[ChunkWrite], signal: LayerSignal) -> None:
         """Take over the pages a forward pass will complete."""
-        live: list[_Write] = []
+        live: list[PlannedWrite] = []
         for write in writes:
             outgoing = self._ledger.get(write.transfer_id)
             if outgoing is not None and outgoing.may_post:
                 outgoing.num_unposted += 1
-                live.append(_Write(write.transfer_id, [group.as_arrays() for group in write.groups]))
-        if live:
-            self._steps.append(_Step(live, signal, self._pages.num_layers))
+                live.append(PlannedWrite(write.transfer_id, [group.as_arrays() for group in write.groups]))
+        if not live:
+            return
+        step = _Step(live, signal, self._pages.num_layers)
+        layer_bytes = self._pages.page_bytes * sum(write.max_pages for write in writes)
+        portions = _portions(self._pages.num_layers, -(-self._grain_bytes // max(layer_bytes, 1)))
+        if self._may_arm and signal.trigger([], 0) is not None:
+            for layers in portions:
+                self._arm(step, layers)
+        else:
+            signal.watch(portions)
+            self._steps.append(step)
 
     def close(self, order: CloseTransfer) -> None:
         """The scheduler half is done with a transfer; it is reported once quiet."""
@@ -186,13 +179,13 @@ class Writer:
         for transfer_id in self._ledger.leases.expired(self._clock()):
             outgoing = self._ledger.get(transfer_id)
             if outgoing is not None and outgoing.may_post:
-                self._give_up(outgoing, "the decoder's lease has run out")
+                self._give_up(outgoing, OUT_OF_LEASE)
         for step in self._steps:
             self._post_ready(step)
         self._steps = [step for step in self._steps if step.num_layers_left]
-        if self._posted:
-            self._poll_posted()
-        for peer in self._links.take_distrusted({id(posted.link.peer) for posted in self._posted}):
+        for posted, status in self._posting.poll():
+            self._account(posted, status)
+        for peer in self._links.take_distrusted(self._posting.peers):
             self._transport.disconnect(peer)
         self._settle()
 
@@ -201,83 +194,49 @@ class Writer:
         if not ready:
             return
         layers = [layer for layer, _ in ready]
-        step.num_layers_left -= len(layers)
-        for write in step.writes:
-            outgoing = self._ledger.get(write.transfer_id)
-            if outgoing is None or not outgoing.may_post:
-                continue
+        for write, outgoing in self._live(step):
             for layer, at_ns in ready:
                 self._timeline.mark(outgoing.transfer_id, "layer_computed", layer=layer, at_ns=at_ns, rank=self._sender)
-            try:
-                for link in outgoing.links:
-                    self._post(outgoing, link, write, layers)
-            except (PeerLost, OutOfRegion) as error:
-                for link in outgoing.links:
-                    self._links.distrust(link.peer)
-                outgoing.is_clean &= isinstance(error, OutOfRegion)  # some of its pages may be on the wire
-                self._give_up(outgoing, str(error))
-                continue
-            if not step.num_layers_left:
+            self._post_all(outgoing, write, layers)
+        self._count_off(step, layers)
+
+    def _arm(self, step: _Step, layers: Sequence[int]) -> None:
+        """Have these layers posted when the last of them is in memory."""
+        for write, outgoing in self._live(step):
+            self._post_all(outgoing, write, layers, step.signal.trigger(layers, round(outgoing.lease_ends * 1e9)))
+        self._count_off(step, layers)
+
+    def _live(self, step: _Step) -> Iterator[tuple[PlannedWrite, Outgoing]]:
+        for write in step.writes:
+            outgoing = self._ledger.get(write.transfer_id)
+            if outgoing is not None and outgoing.may_post:
+                yield write, outgoing
+
+    def _count_off(self, step: _Step, layers: Sequence[int]) -> None:
+        step.num_layers_left -= len(layers)
+        if not step.num_layers_left:
+            for _, outgoing in self._live(step):
                 outgoing.num_unposted -= 1
 
-    def _post(self, outgoing: Outgoing, link: Link, write: _Write, layers: list[int]) -> None:
-        """Post what one decoder rank gets of these layers; nothing if other ranks send it that."""
-        route, pages = link.route, link.peer.pages
-        if link not in write.granules:
-            write.granules[link] = [
-                select(group, route, outgoing.transfer_id, self._pages, pages) for group in write.groups
-            ]
-        parts: list[BoundWrite] = []
-        for group, granules in enumerate(write.granules[link]):
-            rows = [layer for layer in layers if self._rank.groups[layer] == group]
-            if rows and granules.num_tokens:
-                targets = [outgoing.dst_layers[layer] for layer in rows]
-                parts.append(bind(granules, route, self._pages, pages, src_layers=rows, dst_layers=targets))
-        if not parts:
-            return
-        bound = join(parts)
-        note = WriteNote(
-            transfer_id=outgoing.transfer_id,
-            sender=self._sender,
-            seq=outgoing.next_seq(),
-            units=bound.units,
-            pages=bound.num_pages,
-            **(signature(self._transport, bound, route, self._pages, pages) if self._verify else {}),
-        )
-        self._timeline.mark(
-            outgoing.transfer_id, "write_posted", layers=layers, seq=note.seq, rank=self._sender, to=route.dst_rank
-        )
-        handle = self._transport.post_write(link.lane, bound, encode(note))
-        self._tally.add("writes")
-        outgoing.num_in_flight += 1
-        self._posted.append(_Posted(outgoing, link, handle, bound, layers, self._clock()))
+    def _post_all(
+        self, outgoing: Outgoing, write: PlannedWrite, layers: Sequence[int], trigger: Trigger | None = None
+    ) -> None:
+        try:
+            for link in outgoing.links:
+                self._posting.post(outgoing, link, write, layers, trigger)
+        except (PeerLost, OutOfRegion) as error:
+            for link in outgoing.links:
+                self._links.distrust(link.peer)
+            outgoing.is_clean &= isinstance(error, OutOfRegion)  # some of its pages may be on the wire
+            self._give_up(outgoing, str(error))
 
-    def _poll_posted(self) -> None:
-        still: list[_Posted] = []
-        for posted in self._posted:
-            status = self._transport.poll(posted.handle)
-            if status is WriteStatus.POSTED or not self._transport.release(posted.handle):
-                self._complain_if_stuck(posted)
-                still.append(posted)  # it may still read the pages: they stay (law 2)
-            else:
-                self._account(posted, status)
-        self._posted = still
-
-    def _complain_if_stuck(self, posted: _Posted) -> None:
-        """Once: no bound of ours ends this wait (law 2 before law 8)."""
-        if not posted.is_stuck and self._clock() - posted.posted_at > STUCK_S:
-            posted.is_stuck = True
-            self._tally.add("writes_stuck")
-            logger.error(
-                "event=write_stuck transfer=%s rank=%d layers=%s its pages stay until the transport ends it",
-                posted.outgoing.transfer_id,
-                self._sender,
-                list(posted.layers),
-            )
-
-    def _account(self, posted: _Posted, status: WriteStatus) -> None:
+    def _account(self, posted: Posted, status: WriteStatus) -> None:
         outgoing = posted.outgoing
         outgoing.num_in_flight -= 1
+        if status is WriteStatus.WITHDRAWN:
+            if outgoing.may_post:
+                self._give_up(outgoing, OUT_OF_LEASE)
+            return
         if status is not WriteStatus.DONE:
             self._tally.add("write_failures")
             outgoing.is_clean = False
@@ -322,6 +281,7 @@ class Writer:
         if outgoing.may_post:
             self._tally.add("transfers_cancelled")
         outgoing.event(OutgoingEvent.CANCEL)
+        self._posting.withdraw(outgoing)
 
     def _give_up(self, outgoing: Outgoing, reason: str) -> None:
         """Cancel for a reason the decoder should know at once."""
@@ -337,3 +297,8 @@ class Writer:
                 self._transport.notify(link.peer, note)
             except PeerLost as error:
                 logger.info("event=failure_note_lost transfer=%s reason=%s", outgoing.transfer_id, error)
+
+
+def _portions(num_layers: int, size: int) -> list[range]:
+    """Layers in order, `size` in each portion but the last."""
+    return [range(first, min(first + size, num_layers)) for first in range(0, num_layers, size)]

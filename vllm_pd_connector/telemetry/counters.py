@@ -18,6 +18,7 @@ COUNTERS: dict[str, str] = {
     "writes": "Writes posted.",
     "write_failures": "Writes that failed.",
     "writes_stuck": "Writes that the transport has not ended for 10 seconds; their pages wait for it.",
+    "layers_unannounced": "Layers of steps with transfers that no hook announced; their pages left at the step's end.",
     "transfers_cancelled": "Transfers stopped on the prefiller before their last page.",
     "preemption_waits": "Steps that waited for writes of preempted pages.",
     "preemption_wait_us": "Microseconds these steps waited, in all.",

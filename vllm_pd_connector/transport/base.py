@@ -7,15 +7,19 @@ from enum import Enum, auto
 from typing import Protocol
 
 from vllm_pd_connector.geometry.page_table import PageTable, PageView
+from vllm_pd_connector.kernels.bell import Bell
+from vllm_pd_connector.kernels.poller import Poller, Trigger
 from vllm_pd_connector.plan.write import BoundWrite
 
 
 class WriteStatus(Enum):
-    """Where a posted write is. DONE: its bytes are at the destination and its note was sent after them."""
+    """Where a write is. DONE: its bytes are at the destination and its note was sent after them."""
 
+    ARMED = auto()  # not posted yet
     POSTED = auto()
     DONE = auto()
     FAILED = auto()
+    WITHDRAWN = auto()  # not posted and never will be
 
 
 class Peer(Protocol):
@@ -112,4 +116,32 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Deregister and stop. Idempotent."""
+        ...
+
+
+class ArmingTransport(Transport, Protocol):
+    """A transport whose writes can be posted by a native thread when their layers are ready."""
+
+    def open_poller(self, bell: Bell) -> Poller:
+        """Try native posting out and start the thread. Called once, after `register`.
+
+        Raises:
+            UnsupportedEngine: it does not work with what is installed; nothing has changed.
+        """
+        ...
+
+    def arm_write(self, lane: Lane, write: BoundWrite, note: bytes, trigger: Trigger) -> WriteHandle:
+        """As `post_write`, once the trigger is met. The bell is rung when it is over; nobody has to poll until then.
+
+        Raises:
+            PeerLost: the peer is gone; nothing was armed.
+        """
+        ...
+
+    def withdraw(self, handle: WriteHandle) -> bool:
+        """True when a write was not posted and never will be."""
+        ...
+
+    def moments(self, handle: WriteHandle) -> tuple[int, int]:
+        """Monotonic ns at which an armed write's last layer was ready, and it was posted; 0 for what did not happen."""
         ...

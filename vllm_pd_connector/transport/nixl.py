@@ -16,8 +16,11 @@ from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t, nixlBin
 
 from vllm_pd_connector.errors import PeerLost, UnsupportedEngine
 from vllm_pd_connector.geometry.page_table import PageTable, PageView
+from vllm_pd_connector.kernels.bell import Bell
+from vllm_pd_connector.kernels.poller import ArmedWrite, Poller, Trigger
 from vllm_pd_connector.plan.write import BoundWrite
 from vllm_pd_connector.transport.base import WriteStatus
+from vllm_pd_connector.transport.nixl_abi import tried_abi
 
 _STATUS = {"DONE": WriteStatus.DONE, "PROC": WriteStatus.POSTED, "ERR": WriteStatus.FAILED}
 
@@ -51,10 +54,11 @@ class NixlLane:
 
 @dataclass(slots=True)
 class NixlWrite:
-    """A transfer request; `status` stays once it is over."""
+    """A transfer request; `status` stays once it is over. `armed`: a native thread posts and polls it."""
 
     handle: Any
     status: WriteStatus
+    armed: ArmedWrite | None = None
 
 
 class NixlTransport:
@@ -73,17 +77,13 @@ class NixlTransport:
         if devices:
             # NIXL's own parameter for this gives only the last name of a list its port.
             os.environ.setdefault("UCX_NET_DEVICES", ",".join(devices))
-        config = nixl_agent_config(
-            enable_prog_thread=False, backends=[], sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-        )
-        try:
-            self._agent = nixl_agent(f"{name}-{next(_unique)}", config)
-            self._agent.create_backend(backend, {})
-        except NIXL_ERRORS as error:
-            raise UnsupportedEngine(f"NIXL backend {backend} does not start: {error!r}. Set nixl_backend.") from error
+        self._agent = _open_agent(name, backend)
         self._pages: PageTable | None = None
         self._registration: Any = None
         self._dlists: dict[tuple[tuple[int, int], ...], Any] = {}
+        self._poller: Poller | None = None
+        self._backend = backend
+        self._name = name
 
     def register(self, pages: PageTable) -> None:
         try:
@@ -126,8 +126,30 @@ class NixlTransport:
         except NIXL_ERRORS as error:
             raise PeerLost(f"write to {lane.peer.name}: {error!r}") from error
 
+    def open_poller(self, bell: Bell) -> Poller:
+        self._poller = Poller(bell, tried_abi(self._agent, _open_agent(f"{self._name}-probe", self._backend)))
+        return self._poller
+
+    def arm_write(self, lane: NixlLane, write: BoundWrite, note: bytes, trigger: Trigger) -> NixlWrite:
+        assert self._poller is not None
+        try:
+            handle = self._agent.make_prepped_xfer(
+                "WRITE", lane.local, write.src_pieces, lane.remote, write.dst_pieces, note
+            )
+        except NIXL_ERRORS as error:
+            raise PeerLost(f"write to {lane.peer.name}: {error!r}") from error
+        return NixlWrite(handle, WriteStatus.ARMED, self._poller.arm(trigger, handle._handle))
+
+    def withdraw(self, handle: NixlWrite) -> bool:
+        return self._poller is not None and handle.armed is not None and self._poller.disarm(handle.armed)
+
+    def moments(self, handle: NixlWrite) -> tuple[int, int]:
+        return (handle.armed.ready_ns, handle.armed.posted_ns) if handle.armed is not None else (0, 0)
+
     def poll(self, handle: NixlWrite) -> WriteStatus:
-        if handle.status is WriteStatus.POSTED:
+        if handle.armed is not None:
+            handle.status = WriteStatus[handle.armed.state.name]
+        elif handle.status is WriteStatus.POSTED:
             try:
                 handle.status = _STATUS[self._agent.check_xfer_state(handle.handle)]
             except NIXL_ERRORS:
@@ -135,7 +157,7 @@ class NixlTransport:
         return handle.status
 
     def release(self, handle: NixlWrite) -> bool:
-        if handle.status is WriteStatus.POSTED:
+        if handle.status in (WriteStatus.ARMED, WriteStatus.POSTED):
             return False
         try:
             handle.handle.release()
@@ -176,3 +198,15 @@ class NixlTransport:
 
     def _prepare(self, agent_name: str, view: PageView) -> Any:
         return self._agent.prep_xfer_dlist(agent_name, np.asarray(view.rows(), dtype=np.uint64), view.pages.memory)
+
+
+def _open_agent(name: str, backend: str) -> nixl_agent:
+    config = nixl_agent_config(
+        enable_prog_thread=False, backends=[], sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+    )
+    try:
+        agent = nixl_agent(f"{name}-{next(_unique)}", config)
+        agent.create_backend(backend, {})
+    except NIXL_ERRORS as error:
+        raise UnsupportedEngine(f"NIXL backend {backend} does not start: {error!r}. Set nixl_backend.") from error
+    return agent

@@ -22,17 +22,15 @@ BUSY_POLL_S = 0.1
 class SimulatedMessenger(Messenger):
     """Turns happen a random while after they were asked for."""
 
-    def __init__(self, duties: list[Any], pause_s: float, on_start: Any = None, *, process: Process) -> None:
-        super().__init__(duties, pause_s, on_start)
+    def __init__(
+        self, duties: list[Any], pause_s: float, on_start: Any = None, bell: Any = None, *, process: Process
+    ) -> None:
+        super().__init__(duties, pause_s, on_start, bell)
         self._process = process
         self._thread_of = Thread(process)
         self._next_turn = float("inf")
 
     def start(self) -> None:
-        self.wake()
-
-    def submit(self, action: Callable[[], None]) -> None:
-        self._inbox.put(action)
         self.wake()
 
     def wake(self) -> None:

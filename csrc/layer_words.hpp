@@ -1,0 +1,69 @@
+// One 64-bit word for each layer: the number of the last step in which the layer's KV reached memory.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <vector>
+
+namespace pd {
+
+// CLOCK_MONOTONIC, as Python's time.monotonic_ns.
+inline std::int64_t monotonic_ns() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+}
+
+class LayerWords {
+  public:
+    // The words lie in memory of the caller (pinned, when a device writes them) and outlive this object. Only a device
+    // writes without telling: who waits for it has to look again and again.
+    LayerWords(std::uintptr_t address, std::size_t num_layers, bool is_device_written)
+        : words_(reinterpret_cast<std::uint64_t *>(address)),
+          bumped_ns_(num_layers),
+          is_device_written_(is_device_written) {
+        if (address == 0 || address % alignof(std::uint64_t) != 0) {
+            throw std::invalid_argument("the words' address is null or not aligned to 8 bytes");
+        }
+    }
+
+    std::size_t num_layers() const { return bumped_ns_.size(); }
+
+    bool is_device_written() const { return is_device_written_; }
+
+    // For a backend that runs in the calling thread: the layer's KV is in memory now. A store and a look at the clock.
+    void bump(std::size_t layer, std::uint64_t step) {
+        bumped_ns_.at(layer) = monotonic_ns();
+        word(layer).store(step, std::memory_order_release);
+    }
+
+    // As `bump` for the layers that nothing has announced in this step; how many there were.
+    std::size_t finish(std::uint64_t step) {
+        std::size_t unannounced = 0;
+        for (std::size_t layer = 0; layer < num_layers(); ++layer) {
+            if (!is_ready(layer, step)) {
+                bump(layer, step);
+                ++unannounced;
+            }
+        }
+        return unannounced;
+    }
+
+    bool is_ready(std::size_t layer, std::uint64_t step) const {
+        return word(layer).load(std::memory_order_acquire) >= step;
+    }
+
+    // When a ready layer was bumped; 0 where a device wrote the word.
+    std::int64_t bumped_ns(std::size_t layer) const { return bumped_ns_.at(layer); }
+
+  private:
+    std::atomic_ref<std::uint64_t> word(std::size_t layer) const { return std::atomic_ref(words_[layer]); }
+
+    std::uint64_t *words_;
+    std::vector<std::int64_t> bumped_ns_;
+    bool is_device_written_;
+};
+
+}  // namespace pd

@@ -1,0 +1,81 @@
+// A thread that sees layers become ready and posts their writes, without the GIL.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "bell.hpp"
+#include "layer_words.hpp"
+#include "nixl_abi.hpp"
+
+namespace pd {
+
+enum class State {
+    armed,      // its layers are not all in memory
+    posted,     // in flight, or just about to be
+    done,       // its bytes are at the destination, its note was sent
+    failed,     // the transport said so; bytes may be under way
+    withdrawn,  // disarmed, or out of time, before it was posted
+};
+
+// A write that waits for layers of a step. Without a request it only says when they are ready (done).
+struct ArmedWrite {
+    std::shared_ptr<const LayerWords> words;
+    std::vector<std::size_t> layers;
+    std::uint64_t step;
+    std::uintptr_t request;
+    std::int64_t deadline_ns;  // monotonic; it is not posted later than this
+
+    std::atomic<State> state{State::armed};
+    std::atomic<std::int64_t> ready_ns{0};   // when its last layer was bumped, or seen ready
+    std::atomic<std::int64_t> posted_ns{0};  // when the transport had taken it
+
+    bool is_ready() const;
+
+    // Nobody wakes the poller when this one can go on.
+    bool must_be_polled() const { return state == State::posted || words->is_device_written(); }
+};
+
+class Poller {
+  public:
+    // Rings `bell` whenever a write has come to an end. `abi` may be empty when no write has a request.
+    // `nap`: between two looks at words that a device writes, and at writes in flight.
+    Poller(std::shared_ptr<Bell> bell, std::shared_ptr<const NixlAbi> abi, std::chrono::nanoseconds nap);
+    ~Poller();
+
+    Poller(const Poller &) = delete;
+    Poller &operator=(const Poller &) = delete;
+
+    // May wait for a post that is under way.
+    void arm(std::shared_ptr<ArmedWrite> write);
+
+    // True: it was not posted and never will be. False: it was posted, or had ended before.
+    bool disarm(const ArmedWrite &write);
+
+    // Words have changed: look now. Any thread.
+    void wake() { awake_.ring(); }
+
+    // The thread has ended when this returns; writes that are armed stay so. Idempotent.
+    void close();
+
+  private:
+    void run();
+    bool advance(ArmedWrite &write);
+    void post(ArmedWrite &write);
+
+    std::shared_ptr<Bell> bell_;
+    std::shared_ptr<const NixlAbi> abi_;
+    std::chrono::nanoseconds nap_;
+    Bell awake_;
+    std::mutex mutex_;
+    std::vector<std::shared_ptr<ArmedWrite>> writes_;  // armed or posted; guarded by mutex_
+    std::atomic<bool> is_closing_{false};
+    std::thread thread_;
+};
+
+}  // namespace pd

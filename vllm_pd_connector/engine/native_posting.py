@@ -1,0 +1,60 @@
+"""Whether a native thread posts the writes of a rank, or only watches its layers, or is not needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from logging import getLogger
+from typing import TYPE_CHECKING, cast
+
+from vllm_pd_connector.errors import UnsupportedEngine
+from vllm_pd_connector.kernels import native
+from vllm_pd_connector.kernels.poller import Poller
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_pd_connector.kernels.bell import Bell
+    from vllm_pd_connector.transport.base import ArmingTransport, Transport
+
+logger = getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeThread:
+    """Attributes:
+    poller: the thread; None when there is none.
+    arming: the transport whose writes it posts; None when the messenger posts them.
+    """
+
+    poller: Poller | None = None
+    arming: ArmingTransport | None = None
+
+    def close(self) -> None:
+        """Nothing is posted after this returns. Idempotent."""
+        if self.poller is not None:
+            self.poller.close()
+
+
+def open_native_thread(transport: Transport, bell: Bell, device: torch.device, *, is_wanted: bool) -> NativeThread:
+    """Start what can be started.
+
+    Args:
+        transport: with its pages registered.
+        bell: the messenger's.
+        device: where the KV cache is.
+        is_wanted: the operator's `native_posting`; where it does not work the messenger posts, and the log says why.
+    """
+    if is_wanted:
+        try:
+            if not hasattr(transport, "arm_write"):
+                raise UnsupportedEngine(f"{type(transport).__name__} has no writes that a native thread could post")
+            arming = cast("ArmingTransport", transport)
+            thread = NativeThread(arming.open_poller(bell), arming)
+        except UnsupportedEngine as error:
+            logger.warning("event=native_posting_off reason=%s", error)
+        else:
+            logger.info("event=native_posting_on")
+            return thread
+    if device.type == "cuda" and native.is_built():
+        return NativeThread(Poller(bell))
+    return NativeThread()

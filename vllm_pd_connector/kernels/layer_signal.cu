@@ -1,0 +1,1 @@
+../../csrc/layer_signal.cu

@@ -1,0 +1,85 @@
+"""Seeing layers and posting their writes without the GIL. All of it needs the compiled extension."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vllm_pd_connector.kernels import native
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm_pd_connector.kernels.bell import Bell
+
+NAP_S = 20e-6
+"""Between two looks at words that a device writes, and at writes in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trigger:
+    """When an armed write is to be posted.
+
+    Attributes:
+        words: `_native.LayerWords` of the rank.
+        layers: all of them must be in memory.
+        step: in this step, a number that grows.
+        deadline_ns: not later than this, on the monotonic clock.
+    """
+
+    words: Any
+    layers: Sequence[int]
+    step: int
+    deadline_ns: int
+
+
+class ArmedWrite(Protocol):
+    """A write that waits for its trigger, then for its end.
+
+    Attributes:
+        state: ARMED, POSTED, DONE, FAILED or WITHDRAWN, by its `name`.
+        ready_ns: monotonic time at which its last layer was bumped, or seen ready; 0 before.
+        posted_ns: when the transport had taken it; 0 before.
+    """
+
+    state: Any
+    ready_ns: int
+    posted_ns: int
+
+
+class Poller:
+    """The native thread. Any thread may call it.
+
+    Args:
+        bell: compiled; rung when a write has come to an end or a watched layer is ready.
+        abi: `_native.NixlAbi`, to post NIXL requests.
+
+    Raises:
+        ImportError: there is no compiled extension.
+    """
+
+    def __init__(self, bell: Bell, abi: Any = None) -> None:
+        self._poller = native.extension().Poller(bell, abi, NAP_S)
+
+    def arm(self, trigger: Trigger, request: int) -> ArmedWrite:
+        """Post a request once its trigger is met. Waits for a post that is under way."""
+        armed: ArmedWrite = self._poller.arm(
+            trigger.words, list(trigger.layers), trigger.step, request, trigger.deadline_ns
+        )
+        return armed
+
+    def watch(self, trigger: Trigger) -> None:
+        """Ring the bell once a trigger is met."""
+        self.arm(trigger, 0)
+
+    def disarm(self, write: ArmedWrite) -> bool:
+        """True: it was not posted and never will be. Waits for a post that is under way."""
+        return bool(self._poller.disarm(write))
+
+    def wake(self) -> None:
+        """Layers were bumped: look now. Microseconds."""
+        self._poller.wake()
+
+    def close(self) -> None:
+        """The thread has ended when this returns. Idempotent."""
+        self._poller.close()
