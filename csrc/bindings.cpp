@@ -62,7 +62,8 @@ NB_MODULE(_native, m) {
              ReleaseGil());
 
     nb::class_<pd::LayerWords>(m, "LayerWords")
-        .def(nb::init<std::uintptr_t, std::size_t, bool>(), "address"_a, "num_layers"_a, "is_device_written"_a)
+        .def(nb::init<std::size_t>(), "num_layers"_a)
+        .def(nb::init<std::uintptr_t, std::size_t>(), "address"_a, "num_layers"_a)
         .def("bump", &pd::LayerWords::bump, "layer"_a, "step"_a)
         .def("finish", &pd::LayerWords::finish, "step"_a)
         .def("is_ready", &pd::LayerWords::is_ready, "layer"_a, "step"_a)

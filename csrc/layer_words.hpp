@@ -18,12 +18,15 @@ inline std::int64_t monotonic_ns() {
 
 class LayerWords {
   public:
-    // The words lie in memory of the caller (pinned, when a device writes them) and outlive this object. Only a device
-    // writes without telling: who waits for it has to look again and again.
-    LayerWords(std::uintptr_t address, std::size_t num_layers, bool is_device_written)
-        : words_(reinterpret_cast<std::uint64_t *>(address)),
-          bumped_ns_(num_layers),
-          is_device_written_(is_device_written) {
+    LayerWords(const LayerWords &) = delete;
+    LayerWords &operator=(const LayerWords &) = delete;
+
+    // Words that `bump` writes.
+    explicit LayerWords(std::size_t num_layers) : own_(num_layers), words_(own_.data()), bumped_ns_(num_layers) {}
+
+    // Words that a device writes, in pinned memory of the caller that outlives this object.
+    LayerWords(std::uintptr_t address, std::size_t num_layers)
+        : words_(reinterpret_cast<std::uint64_t *>(address)), bumped_ns_(num_layers) {
         if (address == 0 || address % alignof(std::uint64_t) != 0) {
             throw std::invalid_argument("the words' address is null or not aligned to 8 bytes");
         }
@@ -31,7 +34,8 @@ class LayerWords {
 
     std::size_t num_layers() const { return bumped_ns_.size(); }
 
-    bool is_device_written() const { return is_device_written_; }
+    // A device writes without telling: who waits for it has to look again and again.
+    bool is_device_written() const { return own_.empty(); }
 
     // For a backend that runs in the calling thread: the layer's KV is in memory now. A store and a look at the clock.
     void bump(std::size_t layer, std::uint64_t step) {
@@ -61,9 +65,9 @@ class LayerWords {
   private:
     std::atomic_ref<std::uint64_t> word(std::size_t layer) const { return std::atomic_ref(words_[layer]); }
 
+    std::vector<std::uint64_t> own_;
     std::uint64_t *words_;
     std::vector<std::int64_t> bumped_ns_;
-    bool is_device_written_;
 };
 
 }  // namespace pd

@@ -15,7 +15,7 @@ SCRIPT = """
 import sys
 import pytest
 
-if pytest.main(["-q", "-p", "no:cacheprovider", "-m", "nixl", "test_transport.py"]):
+if pytest.main(["-q", "-p", "no:cacheprovider", "-m", "nixl", "test_transport.py", "test_arming.py"]):
     sys.exit("the contract does not hold")
 print("THE CONTRACT HOLDS", flush=True)
 

@@ -4,10 +4,11 @@ import base64
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm_pd_connector.engine.layer_signal import HostLayerSignal
+from vllm_pd_connector.engine.layer_signal import LayerSignal, PlainSignals
 from vllm_pd_connector.engine.messenger import Messenger
 from vllm_pd_connector.engine.receiver import Receiver
 from vllm_pd_connector.engine.step import BeginTransfer, CloseTransfer, ExpectTransfer, HandBack
+from vllm_pd_connector.engine.word_signal import HostWords
 from vllm_pd_connector.engine.worker_rank import WorkerRank
 from vllm_pd_connector.engine.writer import Writer
 from vllm_pd_connector.geometry.cache_geometry import CacheGeometry
@@ -15,6 +16,7 @@ from vllm_pd_connector.plan.extent import Span
 from vllm_pd_connector.plan.write import ChunkWrite
 from vllm_pd_connector.telemetry.counters import Tally
 from vllm_pd_connector.telemetry.timeline import NoTimeline
+from vllm_pd_connector.testing.arming import ArmingByPoll
 from vllm_pd_connector.testing.buffers import KvBuffer
 from vllm_pd_connector.testing.clock import FakeClock
 from vllm_pd_connector.testing.shapes import BLOCK_TOKENS, plain_geometry, whole_blocks
@@ -60,7 +62,13 @@ class Cluster:
     verify: digests.
     faults: on every prefiller rank's transport.
     wrap: around every prefiller rank's transport.
+    grain_bytes: what is worth an armed write; many for one write of all layers.
+
+    Attributes:
+        is_arming: writes are armed when their step begins, as for a native thread, instead of posted by the messenger.
     """
+
+    is_arming = False
 
     def __init__(
         self,
@@ -74,7 +82,9 @@ class Cluster:
         verify: bool = False,
         faults: Sequence[ScriptedFault] = (),
         wrap: Callable[[Transport], Transport] = lambda transport: transport,
+        grain_bytes: int = 1,
     ) -> None:
+        self.grain_bytes = grain_bytes
         self.clock = FakeClock()
         self.src = src or plain_geometry(PAGE_BYTES, tp_size=tp)
         self.dst = dst or plain_geometry(PAGE_BYTES, tp_size=tp)
@@ -136,7 +146,18 @@ class Cluster:
         rank, kv = worker
         transport.register(kv.table)
         tally = Tally()
-        writer = Writer(transport, rank, verify=verify, tally=tally, timeline=NoTimeline(), clock=self.clock)
+        arming = ArmingByPoll(transport, self.clock) if self.is_arming and not verify else None
+        transport = arming or transport
+        writer = Writer(
+            transport,
+            rank,
+            verify=verify,
+            tally=tally,
+            timeline=NoTimeline(),
+            clock=self.clock,
+            grain_bytes=self.grain_bytes,
+            arming=arming,
+        )
         receiver = Receiver(transport, rank, max_parked=4, tally=tally, timeline=NoTimeline())
         return Rank(rank, kv, transport, writer, receiver, Messenger([writer, receiver], 0.001), tally)
 
@@ -172,13 +193,14 @@ class Cluster:
             layers = tuple(self.names) if self.stages > 1 else ()
             rank.writer.begin(BeginTransfer(reservation=reservation, lease_s=lease_s, layers=layers))
 
-    def start_step(self, *writes: tuple[str, Sequence[int], Sequence[int]]) -> list[HostLayerSignal]:
+    def start_step(self, *writes: tuple[str, Sequence[int], Sequence[int]]) -> list[LayerSignal]:
         """A forward pass that completes whole (transfer, source blocks, destination blocks); a signal for each rank."""
         return self.start_chunks(*(whole_blocks(*write) for write in writes))
 
-    def start_chunks(self, *chunks: ChunkWrite) -> list[HostLayerSignal]:
+    def start_chunks(self, *chunks: ChunkWrite) -> list[LayerSignal]:
         """A forward pass that completes these; one signal for each prefiller rank."""
-        signals = [HostLayerSignal(rank.kv.table.num_layers) for rank in self.prefillers]
+        sizes = [rank.kv.table.num_layers for rank in self.prefillers]
+        signals = [(HostWords(n) if self.is_arming else PlainSignals("cpu", n)).begin_step() for n in sizes]
         for rank, signal in zip(self.prefillers, signals, strict=True):
             rank.writer.start_step(list(chunks), signal)
         return signals

@@ -32,13 +32,12 @@ class HostWords:
     is_capturing = False
 
     def __init__(self, num_layers: int) -> None:
-        self._memory = torch.zeros(num_layers, dtype=torch.int64)
-        self.num_layers = num_layers
-        self.words = native.extension().LayerWords(self._memory.data_ptr(), num_layers, is_device_written=False)
+        self._num_layers = num_layers
+        self._words = native.extension().LayerWords(num_layers)
         self._steps = itertools.count(1)
 
     def begin_step(self) -> LayerSignal:
-        return WordSignal(self.words, self.num_layers, next(self._steps), self.words.bump, self.words.finish)
+        return WordSignal(self._words, self._num_layers, next(self._steps), self._words.bump, self._words.finish)
 
     def capture(self, layer: int) -> None:
         pass  # no graphs
@@ -56,8 +55,8 @@ class DeviceWords:
         self._epoch = torch.zeros(1, dtype=torch.int64, device=device)
         self._launch = launch
         self._poller = poller
-        self.num_layers = num_layers
-        self.words = native.extension().LayerWords(self._memory.data_ptr(), num_layers, is_device_written=True)
+        self._num_layers = num_layers
+        self._words = native.extension().LayerWords(self._memory.data_ptr(), num_layers)
         self._steps = itertools.count(1)
         self._num_unannounced = 0
 
@@ -68,7 +67,7 @@ class DeviceWords:
     def begin_step(self) -> LayerSignal:
         step = next(self._steps)
         self._launch.begin_step(_stream(), self._epoch.data_ptr(), step)
-        return WordSignal(self.words, self.num_layers, step, self._bump, self._finish, self._poller)
+        return WordSignal(self._words, self._num_layers, step, self._bump, self._finish, self._poller)
 
     def capture(self, layer: int) -> None:
         self._launch.signal_layer(_stream(), self._epoch.data_ptr(), self._memory.data_ptr() + layer * WORD_BYTES)
@@ -78,8 +77,8 @@ class DeviceWords:
 
     def _finish(self, _step: int) -> int:
         words = self._memory.data_ptr()
-        count = words + self.num_layers * WORD_BYTES
-        self._launch.finish_step(_stream(), self._epoch.data_ptr(), words, self.num_layers, count)
+        count = words + self._num_layers * WORD_BYTES
+        self._launch.finish_step(_stream(), self._epoch.data_ptr(), words, self._num_layers, count)
         before, self._num_unannounced = self._num_unannounced, int(self._memory[-1])
         return self._num_unannounced - before
 

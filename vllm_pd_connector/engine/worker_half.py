@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 logger = getLogger(__name__)
 
 SWITCH_S = 1e-4
-"""Seconds after which a thread that computes in Python gives the GIL to one that waits for it. With CPython's 5 ms a ready
-layer waits about 5 ms for the messenger, with this 0.3 ms; a model thread that nobody waits for pays nothing (ADR 12)."""
+"""Seconds after which a thread that computes in Python gives the GIL to one that waits for it. With CPython's 5 ms a
+ready layer waits about 5 ms for the messenger, with this 0.3 ms; who is not waited for pays nothing (ADR 12)."""
 
 PREEMPTION_WAIT_S = 2.0
 """Seconds a step may wait for writes that read preempted pages; after that the transfer is failed, not the step."""

@@ -70,11 +70,11 @@ def _try(abi: Any, agent: Any, probe: Any) -> None:
         name,
         NOTE,
     )
-    words = np.ones(1, dtype=np.uint64)
-    layer = native.extension().LayerWords(words.ctypes.data, 1, is_device_written=False)
+    words = native.extension().LayerWords(1)
+    words.bump(0, 1)
     poller = Poller(make_bell(), abi)
     try:
-        armed = poller.arm(Trigger(layer, [0], 1, 2**62), request._handle)
+        armed = poller.arm(Trigger(words, [0], 1, 2**62), request._handle)
         notes: list[bytes] = []
         end = time.monotonic() + PROBE_S
         while time.monotonic() < end and (armed.state.name == "POSTED" or not notes):
