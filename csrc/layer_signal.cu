@@ -6,7 +6,11 @@
 //
 // The same file is compiled by nvcc into `_native`, and at run time by NVRTC (only the kernels) with the cupy extra.
 
-#ifndef __CUDACC_RTC__
+#if defined(__CUDACC_RTC__) || defined(PD_KERNELS_ONLY)
+#define PD_WITHOUT_HOST
+#endif
+
+#ifndef PD_WITHOUT_HOST
 #include "layer_signal.hpp"
 #endif
 
@@ -33,7 +37,7 @@ extern "C" __global__ void pd_finish_step(const pd_word *epoch, pd_word *words, 
     *unannounced += missed;
 }
 
-#ifndef __CUDACC_RTC__
+#ifndef PD_WITHOUT_HOST
 
 #include <stdexcept>
 #include <string>

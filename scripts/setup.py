@@ -32,8 +32,9 @@ VLLM_GPU = "vllm>=0.32,<0.34"
 CHECK = """
 import importlib.metadata as md
 import torch, transformers, vllm, nixl._api, vllm_pd_connector
+from vllm_pd_connector.kernels import native
 print(f"vllm {md.version('vllm')}, torch {torch.__version__}, nixl {md.version('nixl')}, "
-      f"vllm-pd-connector {md.version('vllm-pd-connector')}")
+      f"vllm-pd-connector {md.version('vllm-pd-connector')}; {native.describe()}")
 """
 START = time.monotonic()
 
@@ -64,10 +65,11 @@ def output_of(*command: str | Path) -> str | None:
 
 def inputs_hash() -> str:
     """Changes when anything that decides the content of the environment changes."""
-    files = [ROOT / "pyproject.toml", Path(__file__), *sorted((ROOT / "packaging").rglob("*"))]
+    files = [ROOT / "pyproject.toml", Path(__file__)]
+    files += [file for folder in ("packaging", "csrc") for file in sorted((ROOT / folder).rglob("*"))]
     digest = hashlib.sha256(f"{ROOT} gpu={has_nvidia_gpu()}".encode())  # scripts in a venv hold its path
     for file in files:
-        if file.suffix in {".toml", ".txt", ".py"}:
+        if file.suffix in {".toml", ".txt", ".py", ".cpp", ".hpp", ".cu"}:
             digest.update(file.read_bytes())
     return digest.hexdigest()
 

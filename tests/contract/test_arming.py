@@ -10,7 +10,7 @@ import pytest
 
 from vllm_pd_connector.geometry.page_table import whole_pages
 from vllm_pd_connector.kernels import native
-from vllm_pd_connector.kernels.bell import Bell, make_bell
+from vllm_pd_connector.kernels.bell import Bell, PythonBell
 from vllm_pd_connector.kernels.poller import Trigger
 from vllm_pd_connector.testing.arming import ArmingByPoll
 from vllm_pd_connector.testing.buffers import KvBuffer
@@ -88,7 +88,7 @@ def by_poll() -> Armory:
     src, dst = ArmingByPoll(MemoryTransport(fabric, "s")), MemoryTransport(fabric, "t")
     src.register(src_kv.table)
     dst.register(dst_kv.table)
-    return Armory(src, dst, src_kv, dst_kv, make_bell())
+    return Armory(src, dst, src_kv, dst_kv, PythonBell())
 
 
 def by_nixl() -> Armory:
@@ -99,7 +99,7 @@ def by_nixl() -> Armory:
     src, dst = (NixlTransport(f"arm-{next(names)}") for _ in range(2))
     src.register(src_kv.table)
     dst.register(dst_kv.table)
-    bell = make_bell()
+    bell = native.extension().Bell()
     poller = src.open_poller(bell)
     return Armory(src, dst, src_kv, dst_kv, bell, poller.wake, poller.close)
 

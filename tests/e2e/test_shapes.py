@@ -68,7 +68,8 @@ def test_shapes(request: pytest.FixtureRequest, stage: Stage, references: dict[s
     note_score(score)
     assert arrived("dispatched", "released", "failed") == [len(moved), len(moved), 0]
     seen, verified, mismatched = arrived("pages_arrived", "pages_verified", "pages_mismatched")
-    assert (seen, verified, mismatched) == (pages, pages, 0)
+    assert (seen, verified, mismatched) == (pages, 0 if row.is_native else pages, 0)
+    assert prefiller.count_log("event=native_posting_on") == row.is_native
     assert bytes_moved == computed
     score.check()
 

@@ -64,6 +64,7 @@ class Row:
         granule: tokens that move at once.
         copies: decoder ranks that hold the same head.
         greetings: prefillers the decoder has in its pool.
+        is_native: a native thread posts the prefiller's writes, so no digests travel.
         is_continued: prompts end with the reference's first token and come one by one, see `tests/e2e/test_shapes.py`.
     """
 
@@ -75,6 +76,7 @@ class Row:
     granule: int = 32
     copies: int = 1
     greetings: int = 1
+    is_native: bool = False
     is_continued: bool = False
 
 
@@ -103,6 +105,7 @@ ROWS: dict[str, Row] = {
     "MLA, TP 1 to 2": replace(MLA, decoder=1, prefiller=0),
     "MLA, TP 2 to 2": replace(MLA, decoder=2, prefiller=1),
     "sliding window and full": Row(servers="window", decoder=1, prefiller=0, reference="window", cache=GEMMA),
+    "TP 1 to 2, posted natively": Row(servers="native", decoder=1, prefiller=0, is_native=True),
     "EAGLE layers": Row(servers="eagle", decoder=1, prefiller=0, cache=EAGLE),
 }
 
@@ -134,6 +137,13 @@ def eagle_set() -> list[ServerSpec]:
     drafter = f'{{"method": "eagle", "model": "{random_eagle()}", "num_speculative_tokens": 2}}'
     args = (*FLOAT32, "--speculative-config", drafter)
     return _one_way(random_llama(), args, args)
+
+
+def native_set() -> list[ServerSpec]:
+    """A prefiller with chunks of 512 tokens whose writes to two decoder ranks a native thread posts."""
+    prefiller, decoder = _one_way(random_llama(), (*FLOAT32, "--max-num-batched-tokens", "512"), (*FLOAT32, *TP2))
+    native = {"native_posting": True, "min_write_bytes": 1 << 16}
+    return [replace(prefiller, extra=native), replace(decoder, extra={**EXTRA, "verify_pages": False})]
 
 
 def dp_set() -> list[ServerSpec]:

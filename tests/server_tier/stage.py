@@ -161,6 +161,7 @@ SETS: dict[str, Callable[[], Sequence[ServerSpec]]] = {
     "tp2": tp2_set,
     "shapes": shape_sets.shapes_set,
     "replicas": shape_sets.replicas_set,
+    "native": shape_sets.native_set,
     "mla": shape_sets.mla_set,
     "window": shape_sets.window_set,
     "eagle": shape_sets.eagle_set,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from logging import getLogger
 from typing import Protocol
 
-from vllm_pd_connector.kernels.bell import Bell, make_bell
+from vllm_pd_connector.kernels.bell import Bell, PythonBell
 
 logger = getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Messenger:
         duties: writer and receiver.
         pause_s: seconds between turns while one of them is busy.
         on_start: run first on the thread; selects the GPU, without which UCX does without its fast paths.
-        bell: what the thread sleeps on; whoever rings it has the duties advanced.
+        bell: what the thread sleeps on; whoever rings it has the duties advanced. None: one for Python threads.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Messenger:
         self._duties = duties
         self._pause_s = pause_s
         self._inbox: deque[Callable[[], None]] = deque()
-        self._bell = bell or make_bell()
+        self._bell = bell or PythonBell()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="pd-messenger", daemon=True)
 

@@ -24,10 +24,12 @@ class NativeThread:
     """Attributes:
     poller: the thread; None when there is none.
     arming: the transport whose writes it posts; None when the messenger posts them.
+    bell: what it rings, for the messenger to sleep on.
     """
 
     poller: Poller | None = None
     arming: ArmingTransport | None = None
+    bell: Bell | None = None
 
     def close(self) -> None:
         """Nothing is posted after this returns. Idempotent."""
@@ -35,12 +37,11 @@ class NativeThread:
             self.poller.close()
 
 
-def open_native_thread(transport: Transport, bell: Bell, device: torch.device, *, is_wanted: bool) -> NativeThread:
+def open_native_thread(transport: Transport, device: torch.device, *, is_wanted: bool) -> NativeThread:
     """Start what can be started.
 
     Args:
         transport: with its pages registered.
-        bell: the messenger's.
         device: where the KV cache is.
         is_wanted: the operator's `native_posting`; where it does not work the messenger posts, and the log says why.
     """
@@ -48,13 +49,16 @@ def open_native_thread(transport: Transport, bell: Bell, device: torch.device, *
         try:
             if not hasattr(transport, "arm_write"):
                 raise UnsupportedEngine(f"{type(transport).__name__} has no writes that a native thread could post")
-            arming = cast("ArmingTransport", transport)
-            thread = NativeThread(arming.open_poller(bell), arming)
+            if not native.is_built():
+                raise UnsupportedEngine(native.describe())
+            arming, bell = cast("ArmingTransport", transport), native.extension().Bell()
+            thread = NativeThread(arming.open_poller(bell), arming, bell)
         except UnsupportedEngine as error:
             logger.warning("event=native_posting_off reason=%s", error)
         else:
             logger.info("event=native_posting_on")
             return thread
     if device.type == "cuda" and native.is_built():
-        return NativeThread(Poller(bell))
+        bell = native.extension().Bell()
+        return NativeThread(Poller(bell), bell=bell)
     return NativeThread()

@@ -57,6 +57,8 @@ class DeviceWords:
         self._poller = poller
         self._num_layers = num_layers
         self._words = native.extension().LayerWords(self._memory.data_ptr(), num_layers)
+        self._words_address, self._epoch_address = self._memory.data_ptr(), self._epoch.data_ptr()
+        self._stream = 0
         self._steps = itertools.count(1)
         self._num_unannounced = 0
 
@@ -66,19 +68,19 @@ class DeviceWords:
 
     def begin_step(self) -> LayerSignal:
         step = next(self._steps)
-        self._launch.begin_step(_stream(), self._epoch.data_ptr(), step)
+        self._stream = _stream()  # a step's layers are all on one stream
+        self._launch.begin_step(self._stream, self._epoch_address, step)
         return WordSignal(self._words, self._num_layers, step, self._bump, self._finish, self._poller)
 
     def capture(self, layer: int) -> None:
-        self._launch.signal_layer(_stream(), self._epoch.data_ptr(), self._memory.data_ptr() + layer * WORD_BYTES)
+        self._launch.signal_layer(_stream(), self._epoch_address, self._words_address + layer * WORD_BYTES)
 
     def _bump(self, layer: int, _step: int) -> None:
-        self.capture(layer)
+        self._launch.signal_layer(self._stream, self._epoch_address, self._words_address + layer * WORD_BYTES)
 
     def _finish(self, _step: int) -> int:
-        words = self._memory.data_ptr()
-        count = words + self._num_layers * WORD_BYTES
-        self._launch.finish_step(_stream(), self._epoch.data_ptr(), words, self._num_layers, count)
+        count = self._words_address + self._num_layers * WORD_BYTES
+        self._launch.finish_step(self._stream, self._epoch_address, self._words_address, self._num_layers, count)
         before, self._num_unannounced = self._num_unannounced, int(self._memory[-1])
         return self._num_unannounced - before
 
@@ -134,11 +136,9 @@ def make_signals(device: torch.device, num_layers: int, poller: Poller | None) -
         num_layers: layers of the rank.
         poller: None where nothing was compiled.
     """
-    if poller is None:
-        return PlainSignals(device.type, num_layers)
-    if device.type != "cuda":
+    if device.type != "cuda" and native.is_built():
         return HostWords(num_layers)
-    if device_launch.is_available():
+    if device.type == "cuda" and poller is not None and device_launch.is_available():
         return DeviceWords(num_layers, device, device_launch.make_launch(), poller)
     return PlainSignals(device.type, num_layers)
 

@@ -29,7 +29,6 @@ from vllm_pd_connector.engine.word_signal import make_signals
 from vllm_pd_connector.engine.worker_rank import WorkerRank
 from vllm_pd_connector.engine.writer import Writer
 from vllm_pd_connector.errors import UnsupportedEngine
-from vllm_pd_connector.kernels.bell import make_bell
 from vllm_pd_connector.telemetry.counters import Tally
 from vllm_pd_connector.telemetry.timeline import open_timeline
 
@@ -149,9 +148,8 @@ class WorkerHalf:
         placement = rank_placement(device)
         self._transport = self._open_transport(f"pd-{self._generation}-{self._rank}", placement)
         self._transport.register(self._pages)
-        bell = make_bell()
         is_wanted = self._config.native_posting and not self._config.verify_pages  # digests are taken by Python
-        self._native = open_native_thread(self._transport, bell, device, is_wanted=is_wanted)
+        self._native = open_native_thread(self._transport, device, is_wanted=is_wanted)
         self._signals = make_signals(device, self._pages.num_layers, self._native.poller)
         self._writer = Writer(
             self._transport,
@@ -170,7 +168,7 @@ class WorkerHalf:
             [self._writer, self._receiver],
             self._config.poll_pause_s,
             on_start=partial(_start_thread, device, placement),
-            bell=bell,
+            bell=self._native.bell,
         )
         if self._native.arming is not None and self._native.poller is not None:
             self._wake = self._native.poller.wake

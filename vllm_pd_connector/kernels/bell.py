@@ -1,10 +1,11 @@
-"""What a thread sleeps on, and what others wake it with."""
+"""What a thread sleeps on, and what others wake it with.
+
+`_native.Bell` is another one: a thread that knows no Python can ring it.
+"""
 
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Protocol
-
-from vllm_pd_connector.kernels import native
 
 
 class Bell(Protocol):
@@ -24,7 +25,7 @@ class Bell(Protocol):
 
 
 class PythonBell:
-    """The bell where nothing was compiled. Only Python threads can ring it."""
+    """The bell of Python threads."""
 
     def __init__(self) -> None:
         self._rings: SimpleQueue[None] = SimpleQueue()  # written in C: half the cost of an Event
@@ -48,8 +49,3 @@ class PythonBell:
         with suppress(Empty):
             while True:
                 self._rings.get_nowait()
-
-
-def make_bell() -> Bell:
-    """The compiled one where there is one: a native thread can ring it too."""
-    return native.extension().Bell() if native.is_built() else PythonBell()

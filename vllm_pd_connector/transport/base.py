@@ -125,8 +125,12 @@ class ArmingTransport(Transport, Protocol):
     def open_poller(self, bell: Bell) -> Poller:
         """Try native posting out and start the thread. Called once, after `register`.
 
+        Args:
+            bell: `_native.Bell`.
+
         Raises:
             UnsupportedEngine: it does not work with what is installed; nothing has changed.
+            ImportError: there is no compiled extension.
         """
         ...
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from vllm_pd_connector.errors import UnsupportedEngine
 from vllm_pd_connector.kernels import native
-from vllm_pd_connector.kernels.bell import make_bell
 from vllm_pd_connector.kernels.poller import Poller, Trigger
 
 LIBRARY = "libnixl_capi.so"
@@ -32,9 +31,8 @@ def tried_abi(agent: Any, probe: Any) -> Any:
 
     Raises:
         UnsupportedEngine: it does not work here; the text says at which point.
+        ImportError: there is no compiled extension.
     """
-    if not native.is_built():
-        raise UnsupportedEngine(f"native_posting: {native.describe()}")
     extension = native.extension()
     address = extension.agent_address(agent.agent)
     if not address:
@@ -72,7 +70,7 @@ def _try(abi: Any, agent: Any, probe: Any) -> None:
     )
     words = native.extension().LayerWords(1)
     words.bump(0, 1)
-    poller = Poller(make_bell(), abi)
+    poller = Poller(native.extension().Bell(), abi)
     try:
         armed = poller.arm(Trigger(words, [0], 1, 2**62), request._handle)
         notes: list[bytes] = []
