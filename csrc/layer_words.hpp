@@ -34,9 +34,6 @@ class LayerWords {
 
     std::size_t num_layers() const { return bumped_ns_.size(); }
 
-    // A device writes without telling: who waits for it has to look again and again.
-    bool is_device_written() const { return own_.empty(); }
-
     // For a backend that runs in the calling thread: the layer's KV is in memory now. A store and a look at the clock.
     void bump(std::size_t layer, std::uint64_t step) {
         bumped_ns_.at(layer) = monotonic_ns();

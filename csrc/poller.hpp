@@ -36,15 +36,13 @@ struct ArmedWrite {
     std::atomic<std::int64_t> posted_ns{0};  // when the transport had taken it
 
     bool is_ready() const;
-
-    // Nobody wakes the poller when this one can go on.
-    bool must_be_polled() const { return state == State::posted || words->is_device_written(); }
 };
 
 class Poller {
   public:
     // Rings `bell` whenever a write has come to an end. `abi` may be empty when no write has a request.
-    // `nap`: between two looks at words that a device writes, and at writes in flight.
+    // `nap`: between two looks while anything is armed or in flight, so that whoever computes a layer only has to store
+    // its word. With nothing to look at it sleeps until it is woken.
     Poller(std::shared_ptr<Bell> bell, std::shared_ptr<const NixlAbi> abi, std::chrono::nanoseconds nap);
     ~Poller();
 
@@ -57,7 +55,7 @@ class Poller {
     // True: it was not posted and never will be. False: it was posted, or had ended before.
     bool disarm(const ArmedWrite &write);
 
-    // Words have changed: look now. Any thread.
+    // Look now, without the rest of the nap. Any thread.
     void wake() { awake_.ring(); }
 
     // The thread has ended when this returns; writes that are armed stay so. Idempotent.

@@ -33,7 +33,7 @@ def measure(device: torch.device) -> list[dict[str, Any]]:
 
 
 def _host() -> dict[str, Any]:
-    """A busy main thread bumps; the poller is woken as the layer hook wakes it."""
+    """A busy main thread bumps."""
     poller = Poller(native.extension().Bell())
     words = native.extension().LayerWords(NUM_LAYERS)
     samples: list[float] = []
@@ -43,7 +43,6 @@ def _host() -> dict[str, Any]:
             for layer in range(NUM_LAYERS):
                 _compute_for(LAYER_S)
                 words.bump(layer, step)
-                poller.wake()
             _compute_for(LAYER_S)
             samples += [(one.posted_ns - one.ready_ns) / 1e3 for one in seen]
     finally:

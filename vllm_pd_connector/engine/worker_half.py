@@ -170,10 +170,9 @@ class WorkerHalf:
             on_start=partial(_start_thread, device, placement),
             bell=self._native.bell,
         )
+        self._wake, self._wake_bytes = self._messenger.wake, self._config.min_write_bytes
         if self._native.arming is not None and self._native.poller is not None:
-            self._wake = self._native.poller.wake
-        else:
-            self._wake = self._messenger.wake
+            self._wake, self._wake_bytes = self._native.poller.wake, sys.maxsize  # it looks for layers by itself
 
     def handshake(self) -> RankHandshake:
         return RankHandshake(
@@ -202,7 +201,7 @@ class WorkerHalf:
         if layer is not None:
             self._signal.bump(layer)
             self._ready_bytes += self._layer_bytes
-            if self._ready_bytes >= self._config.min_write_bytes:
+            if self._ready_bytes >= self._wake_bytes:
                 self._ready_bytes = 0
                 self._wake()
 

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from vllm_pd_connector.kernels.bell import Bell
 
 NAP_S = 20e-6
-"""Between two looks at words that a device writes, and at writes in flight."""
+"""Between two looks while anything is armed or in flight. The core it needs meanwhile is the price of a layer hook that
+only stores a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Poller:
         return bool(self._poller.disarm(write))
 
     def wake(self) -> None:
-        """Layers were bumped: look now. Microseconds."""
+        """Look now, without the rest of the nap. Microseconds."""
         self._poller.wake()
 
     def close(self) -> None:
