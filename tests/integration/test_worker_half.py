@@ -108,6 +108,19 @@ class TestPosting:
 
 
 class TestStopping:
+    def test_armed_writes_wait_by_themselves_and_are_looked_at_once_they_are_withdrawn(self) -> None:
+        """The bell rings for what a native thread ends, not for what is withdrawn from it."""
+        cluster = Cluster()
+        cluster.begin()
+        cluster.start_step((A, [1], [5]))
+        assert not cluster.p.writer.is_busy  # law 15: nothing to poll while a layer computes
+        quiet: list[Quiet] = []
+        cluster.p.writer.fence(A, quiet.append)
+        assert cluster.p.writer.is_busy == cluster.is_arming
+        cluster.p.turn()
+        assert quiet == [Quiet(A, 0)]
+        assert not cluster.p.writer.is_busy
+
     def test_a_fence_before_the_transfer_begins_is_quiet_at_once_and_refuses_it(self) -> None:
         cluster = Cluster()
         quiet: list[Quiet] = []
