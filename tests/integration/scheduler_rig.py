@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from vllm import SamplingParams
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
@@ -23,10 +22,10 @@ from vllm_pd_connector.config import parse
 from vllm_pd_connector.engine.connector import PDConnector
 from vllm_pd_connector.engine.scheduler_half import SchedulerHalf
 from vllm_pd_connector.engine.step import RankHandshake, StepMetadata, WorkerReport
-from vllm_pd_connector.plugin import MODULE, NAME, register
 from vllm_pd_connector.testing.buffers import KvBuffer
 from vllm_pd_connector.testing.clock import FakeClock
 from vllm_pd_connector.testing.fake_dispatcher import FakeDispatcher
+from vllm_pd_connector.testing.modelless import modelless_config
 from vllm_pd_connector.testing.shapes import some_shape
 from vllm_pd_connector.wire.compatibility import CacheShape
 
@@ -38,9 +37,6 @@ PAGES = 7
 
 SHAPE = some_shape(block_size=BLOCK, layers=" ".join(LAYERS))
 PREFILLER = "http://prefiller:8100"
-CONFIG_JSON = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
-"intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
-"vocab_size": 128, "max_position_embeddings": 4096, "torch_dtype": "float32"}"""
 
 
 def handshake(num_blocks: int = 64, shape: CacheShape = SHAPE) -> RankHandshake:
@@ -203,31 +199,8 @@ def make_rig(
     """
     if role == "kv_consumer":
         extra = {"prefillers": [PREFILLER], "min_remote_tokens": BLOCK, **extra}
-    register()
-    init_none_hash(sha256)
-    (directory / "config.json").write_text(CONFIG_JSON)
-    cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
-    cache.num_gpu_blocks = num_blocks
-    cache.kv_cache_layout = "LBHNC"
-    config = VllmConfig(
-        model_config=ModelConfig(model=str(directory), skip_tokenizer_init=True, dtype="float32"),
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=16,
-            max_num_batched_tokens=max_batched,
-            max_model_len=2048,
-            enable_chunked_prefill=True,
-            is_encoder_decoder=False,
-            async_scheduling=False,
-        ),
-        cache_config=cache,
-        device_config=DeviceConfig("cpu"),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector=NAME,
-            kv_connector_module_path=MODULE,
-            kv_role=role,
-            engine_id=role,
-            kv_connector_extra_config=extra,
-        ),
+    config = modelless_config(
+        directory, role=role, block_size=BLOCK, num_blocks=num_blocks, max_batched=max_batched, extra=extra
     )
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
     groups = [KVCacheGroupSpec(LAYERS, spec)]

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import SamplingParams
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-from vllm_pd_connector.plugin import MODULE, NAME, register
+from vllm_pd_connector.testing.modelless import modelless_config
 from vllm_pd_connector.testing.simulation.pages import BLOCK_SIZE, NUM_LAYERS
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
     from vllm_pd_connector.testing.simulation.scenario import Scenario
 
 LAYERS = [f"layer{i}" for i in range(NUM_LAYERS)]
@@ -27,35 +26,11 @@ HEADS, HEAD_SIZE = 2, 16
 TOKENS_PER_FAMILY = 1000
 SAMPLED_TOKEN = 7
 
-CONFIG_JSON = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
-"intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
-"vocab_size": 32000, "max_position_embeddings": 4096, "torch_dtype": "float32"}"""
-
 
 @cache
 def _base() -> VllmConfig:
-    register()
-    init_none_hash(sha256)
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(CONFIG_JSON)
-        cache_config = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True)
-        cache_config.kv_cache_layout = "LBHNC"  # type: ignore[assignment]
-        return VllmConfig(
-            model_config=ModelConfig(model=directory, skip_tokenizer_init=True, dtype="float32"),
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=16,
-                max_num_batched_tokens=2048,
-                max_model_len=1024,
-                enable_chunked_prefill=True,
-                is_encoder_decoder=False,
-                async_scheduling=False,
-            ),
-            cache_config=cache_config,
-            device_config=DeviceConfig("cpu"),
-            kv_transfer_config=KVTransferConfig(
-                kv_connector=NAME, kv_connector_module_path=MODULE, kv_role="kv_both", engine_id="template"
-            ),
-        )
+        return modelless_config(Path(directory), role="kv_both", block_size=BLOCK_SIZE)
 
 
 def engine_config(role: str, engine_id: str, scenario: Scenario, extra: dict[str, Any]) -> VllmConfig:
