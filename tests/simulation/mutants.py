@@ -18,6 +18,7 @@ from unittest.mock import patch
 import numpy as np
 
 from vllm_pd_connector.control import fence_server
+from vllm_pd_connector.control.prefiller_client import NotTaken, PrefillerClient, ShuttingDown
 from vllm_pd_connector.engine import fenced_pages, posting, prefill_side, receiver, vllm_compat, worker_half
 from vllm_pd_connector.engine.decode_side import DecodeSide
 from vllm_pd_connector.engine.ledger import Ledger
@@ -28,8 +29,19 @@ from vllm_pd_connector.engine.writer import Writer
 from vllm_pd_connector.lifecycle.completion import Arrival, CompletionTable, _compare
 from vllm_pd_connector.lifecycle.decode_request import DECODE_TABLE, DecodeCommand, DecodeEvent, DecodeState
 from vllm_pd_connector.lifecycle.fence import FENCE_TABLE, FenceCommand, FenceEvent, FenceState
+from vllm_pd_connector.plan import route as plan_route
 from vllm_pd_connector.testing.simulation.run import Run
-from vllm_pd_connector.testing.simulation.scenario import TIMES, ClientRequest, Fault, Noise, Scenario, draw
+from vllm_pd_connector.testing.simulation.scenario import (
+    PLAIN,
+    TIMES,
+    ClientRequest,
+    Fault,
+    Noise,
+    Scenario,
+    Shape,
+    Side,
+    draw,
+)
 from vllm_pd_connector.wire.messages import Quiet
 
 Apply = Callable[[ExitStack], None]
@@ -59,6 +71,44 @@ def overtaken(seed: int, _: int) -> Scenario:
     return dataclasses.replace(scenario, noise=Noise(slow=0.4, slow_s=0.3))
 
 
+def restarted(seed: int, _: int) -> Scenario:
+    """A prefiller dies in mid-prompt with writes on their way, and is back before its decoder asks it to stop."""
+    random = Random(f"restarted {seed}")
+    fault = Fault(kind="kill", at=1.0 + random.uniform(0.02, 0.1), target="p0", seconds=random.uniform(0.001, 0.1))
+    return dataclasses.replace(_small(seed, [None] * 4, fault), noise=Noise(slow=0.5, slow_s=0.3))
+
+
+def replicas(seed: int, num_requests: int) -> Scenario:
+    """Two prefiller ranks that hold the same head."""
+    return dataclasses.replace(draw(seed, num_requests), shape=Shape(Side(2), Side(1), 1))
+
+
+def split(seed: int, num_requests: int) -> Scenario:
+    """Two decoder ranks that share the heads of one prefiller rank."""
+    return dataclasses.replace(draw(seed, num_requests), shape=Shape(Side(1), Side(2), 2))
+
+
+def sizes(seed: int, num_requests: int) -> Scenario:
+    """Decoder pages that are twice as large as the prefiller's."""
+    return dataclasses.replace(draw(seed, num_requests), shape=Shape(Side(1), Side(1, 8), 1))
+
+
+def leaving(seed: int, _: int) -> Scenario:
+    """A prefiller aborts what it computes because it ends, and another one is there; writes fail or are slow."""
+    random = Random(f"leaving {seed}")
+    fault = Fault(kind="terminate", at=1.0 + random.uniform(0.01, 0.15), target="p0", seconds=1.0)
+    scenario = _small(seed, [None] * 4, fault)
+    return dataclasses.replace(scenario, num_prefillers=2, noise=Noise(slow=0.5, slow_s=0.3))
+
+
+def draining(seed: int, _: int) -> Scenario:
+    """A decoder is told to end, and clients leave before it does."""
+    random = Random(f"draining {seed}")
+    fault = Fault(kind="terminate", at=1.0 + random.uniform(0.01, 0.1), target="d0", seconds=1.0, grace_s=30.0)
+    scenario = _small(seed, [random.uniform(0.02, 0.2) for _ in range(4)], fault)
+    return dataclasses.replace(scenario, noise=Noise(slow=0.5, slow_s=0.3))
+
+
 def _small(seed: int, leaves_after_s: list[float | None], *faults: Fault) -> Scenario:
     """One decoder, one prefiller, and long prompts that are computed in seven steps."""
     requests = [
@@ -78,7 +128,7 @@ def _small(seed: int, leaves_after_s: list[float | None], *faults: Fault) -> Sce
         seed=seed,
         num_decoders=1,
         num_prefillers=1,
-        num_ranks=1,
+        shape=PLAIN,
         num_blocks=256,
         chunk_tokens=8,
         config={**TIMES, "min_remote_tokens": 1},
@@ -199,7 +249,20 @@ def _(stack: ExitStack) -> None:
     replace(stack, Ledger, "was_clean", lambda self, transfer_id: True)
 
 
-@mutant(11, "a restarted prefiller answers fences for the one before it")
+@mutant(1, "a prefill that its prefiller aborted counts as never begun", leaving)
+def _(stack: ExitStack) -> None:
+    real = PrefillerClient.complete
+
+    async def complete(self: PrefillerClient, *args: Any) -> Any:
+        try:
+            return await real(self, *args)
+        except ShuttingDown as error:
+            raise NotTaken(str(error)) from None
+
+    replace(stack, PrefillerClient, "complete", complete)
+
+
+@mutant(11, "a restarted prefiller answers fences for the one before it", restarted)
 def _(stack: ExitStack) -> None:
     real = fence_server.FenceServer._receive
 
@@ -288,6 +351,16 @@ def _(stack: ExitStack) -> None:
     replace(stack, prefill_side, "completed_span", lambda wanted, **at: real(wanted, **{**at, "granule": 1}))
 
 
+@mutant(4, "ranks that hold the same head do not take turns", replicas)
+def _(stack: ExitStack) -> None:
+    real = posting.select
+
+    def select(group: Any, route: Any, *rest: Any) -> Any:
+        return real(group, dataclasses.replace(route, num_replicas=1, replica=0), *rest)
+
+    replace(stack, posting, "select", select)
+
+
 # Law 5: both sides agree on how much is to come
 
 
@@ -307,6 +380,29 @@ def _(stack: ExitStack) -> None:
             self._signal.finish()
 
     replace(stack, worker_half.WorkerHalf, "start_step", start_step)
+
+
+@mutant(5, "a rank is sent the heads of another one", split)
+def _(stack: ExitStack) -> None:
+    real = plan_route.sources
+
+    def sources(dst_rank: int, **shape: int) -> list[Any]:
+        return [dataclasses.replace(part, src_head=0) for part in real(dst_rank, **shape)]
+
+    replace(stack, plan_route, "sources", sources)
+
+
+@mutant(5, "granules of a larger page change places", sizes)
+def _(stack: ExitStack) -> None:
+    real = posting.select
+
+    def select(group: Any, route: Any, *rest: Any) -> Any:
+        granules = real(group, route, *rest)
+        if granules.spots is None:
+            return granules
+        return dataclasses.replace(granules, spots=route.num_spots - 1 - granules.spots)
+
+    replace(stack, posting, "select", select)
 
 
 # Law 6: notes that come twice, early or late
@@ -399,6 +495,14 @@ def _(stack: ExitStack) -> None:
         real(self, output, orders)
 
     replace(stack, PrefillSide, "plan", plan)
+
+
+# Law 9: who leaves in good order leaves nothing
+
+
+@mutant(9, "a decoder that drains does not wait for its fences", draining)
+def _(stack: ExitStack) -> None:
+    replace(stack, DecodeSide, "is_pending", property(lambda self: False))
 
 
 def search(one: Mutant, *, max_seeds: int, num_requests: int) -> tuple[int, str] | None:

@@ -1,12 +1,22 @@
 """Whole pools on virtual time: every law holds for every seed, and the simulator sees a law that is broken."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from mutants import MUTANTS, Mutant, applied, search
+from vllm.v1.engine import PauseMode
 
 from vllm_pd_connector.testing.simulation.run import Run
-from vllm_pd_connector.testing.simulation.scenario import NOISE_KINDS, Noise, Scenario, draw
+from vllm_pd_connector.testing.simulation.scenario import (
+    FAULT_KINDS,
+    NOISE_KINDS,
+    UNEQUAL,
+    Noise,
+    Scenario,
+    Shape,
+    draw,
+)
 from vllm_pd_connector.testing.simulation.shrink import shrink
 
 NUM_REQUESTS = 60
@@ -32,10 +42,20 @@ def test_a_calm_run_loads_what_it_dispatches() -> None:
     assert outcome.counters["released"] == outcome.counters["dispatched"] > NUM_REQUESTS // 3
 
 
+@pytest.mark.parametrize("shape", UNEQUAL, ids=str)
+def test_between_servers_of_other_shapes_every_law_holds_and_pages_arrive(shape: Shape) -> None:
+    calm = replace(draw(3, NUM_REQUESTS), noise=Noise(), faults=())
+    for scenario in (calm, draw(4, NUM_REQUESTS)):
+        outcome = Run(replace(scenario, shape=shape)).run()
+        assert outcome.violation is None
+        assert outcome.counters["released"] > NUM_REQUESTS // 6
+
+
 def test_everything_that_can_happen_happens() -> None:
     """The seeds of this test together reach every kind of end, fault and counter that matters."""
     counters: dict[str, int] = {}
     kinds: set[str] = set()
+    shapes: set[Shape] = set()
     for seed in range(40):
         scenario = draw(seed, 40)
         outcome = Run(scenario).run()
@@ -43,8 +63,11 @@ def test_everything_that_can_happen_happens() -> None:
         kinds |= {kind for kind in NOISE_KINDS if getattr(scenario.noise, kind)}
         for name, number in outcome.counters.items():
             counters[name] = counters.get(name, 0) + number
-    assert {"kill", "kill_silently", "pause", "cut", "reset_cache", *NOISE_KINDS} <= kinds
-    assert {"answered", "error", "left", "connection lost"} <= kinds
+        kinds |= {fault.mode for fault in scenario.faults if fault.kind == "pause_engine"}
+        shapes.add(scenario.shape)
+    assert {*FAULT_KINDS, *NOISE_KINDS, *get_args(PauseMode)} <= kinds
+    assert {"answered", "error", "left", "connection lost", "aborted"} <= kinds
+    assert len(shapes) > len(UNEQUAL) // 2
     wanted = {
         "released",
         "failed",
@@ -53,6 +76,7 @@ def test_everything_that_can_happen_happens() -> None:
         "transfers_cancelled",
         "fences_lifted",
         "fences_expired",
+        "ended_in_good_order",
     }
     assert wanted | {"notes_late", "notes_duplicate", "pages_verified"} <= {k for k, v in counters.items() if v}
 

@@ -8,7 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -20,7 +22,7 @@ from vllm_pd_connector.engine.step import StepMetadata
 from vllm_pd_connector.engine.worker_half import PREEMPTION_WAIT_S, WorkerHalf
 from vllm_pd_connector.testing.simulation import template
 from vllm_pd_connector.testing.simulation.network import Network, SimulatedFenceServer
-from vllm_pd_connector.testing.simulation.pages import BLOCK_SIZE, NUM_LAYERS, Pages
+from vllm_pd_connector.testing.simulation.pages import NUM_LAYERS, Layout, Pages
 from vllm_pd_connector.testing.simulation.threads import SimulatedDispatcher, SimulatedMessenger
 from vllm_pd_connector.testing.simulation.transport import SimulatedTransport
 from vllm_pd_connector.testing.simulation.world import Thread
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.engine import PauseMode
 
     from vllm_pd_connector.testing.simulation.scenario import Scenario
     from vllm_pd_connector.testing.simulation.world import Process
@@ -55,6 +57,7 @@ class Engine:
         role: kv_producer or kv_consumer.
         extra: the connector's configuration.
         on_output: called with whatever the client is to be told.
+        on_leave: called when the engine ends by itself after SIGTERM.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Engine:
         role: str,
         extra: dict[str, Any],
         on_output: Callable[[EngineCoreOutput], None],
+        on_leave: Callable[[], None],
     ) -> None:
         self.process = process
         self._thread = Thread(process)
@@ -73,6 +77,8 @@ class Engine:
         self._network = network
         self._scenario = scenario
         self._on_output = on_output
+        self._on_leave = on_leave
+        self._is_leaving = False
         self._inbox: list[Callable[[], None]] = []
         self._is_idle = True
         self._idle_step_s = IDLE_STEP_S[0]
@@ -80,8 +86,9 @@ class Engine:
         self._counters: Counter[str] = Counter()
         self.dispatcher: SimulatedDispatcher | None = None
         self.transports: list[SimulatedTransport] = []
+        self.layout = Layout.of(scenario, role)
         self._build(role, extra)
-        self._aggregator = KVOutputAggregator(scenario.num_ranks)
+        self._aggregator = KVOutputAggregator(self.layout.num_ranks)
 
     def add(self, request: Request) -> None:
         self._put(lambda: self._add(request))
@@ -91,6 +98,20 @@ class Engine:
 
     def reset_cache(self) -> None:
         self._put(self._reset_cache)
+
+    def terminate(self, *, is_patient: bool) -> None:
+        """SIGTERM: nothing new is taken, what there is is finished or aborted; then the engine ends."""
+        self._put(lambda: self._terminate(is_patient))
+
+    def pause(self, mode: PauseMode, seconds: float) -> None:
+        """vLLM's `pause_scheduler`, and `resume_scheduler` after a while."""
+        self._put(lambda: self._pause(mode, seconds))
+
+    def close(self) -> None:
+        """The process ends in good order."""
+        for worker in self.workers:
+            worker.shutdown()
+        self.half.shutdown()
 
     def counters(self) -> Counter[str]:
         """Everything both halves have counted since they started."""
@@ -104,22 +125,26 @@ class Engine:
         return counts
 
     @property
+    def is_paused(self) -> bool:
+        return bool(self.scheduler.pause_state)
+
+    @property
     def is_quiet(self) -> bool:
         return self._is_idle and not self._inbox
 
     def _build(self, role: str, extra: dict[str, Any]) -> None:
-        scenario, config = self._scenario, parse(extra)
-        vllm_config = template.engine_config(role, self.process.name, scenario, extra)
-        caches = template.cache_config(scenario.num_blocks)
+        layout, config = self.layout, parse(extra)
+        vllm_config = template.engine_config(role, self.process.name, self._scenario, layout, extra)
+        caches = template.cache_config(layout)
         self.scheduler = Scheduler(
             vllm_config=vllm_config,
             kv_cache_config=caches,
             structured_output_manager=StructuredOutputManager(vllm_config),
-            block_size=BLOCK_SIZE,
-            hash_block_size=BLOCK_SIZE,
+            block_size=layout.block_size,
+            hash_block_size=layout.block_size,
         )
         self.manager = self.scheduler.kv_cache_manager
-        self.pages = Pages(self.process, self.manager.block_pool, scenario.num_ranks)
+        self.pages = Pages(self.process, self.manager.block_pool, layout)
         self.half = SchedulerHalf(
             config, vllm_config, caches, open_dispatcher=self._open_dispatcher, clock=self.process.clock
         )
@@ -129,9 +154,9 @@ class Engine:
         take = self.half._tally.take
         self.half._tally.take = lambda: self._counted(take())  # type: ignore[method-assign]
         self.half.bind(self.manager)
-        self.workers = [self._worker(rank, config, vllm_config, caches) for rank in range(scenario.num_ranks)]
+        self.workers = [self._worker(rank, config, vllm_config, caches) for rank in range(layout.num_ranks)]
         for worker in self.workers:
-            worker.register(template.kv_tensors(scenario.num_blocks, scenario.num_ranks))
+            worker.register(template.kv_tensors(layout))
         for transport, worker in zip(self.transports, self.workers, strict=True):
             transport.wake = worker._messenger.wake
         self.half.greet_workers({(0, rank): worker.handshake() for rank, worker in enumerate(self.workers)})
@@ -164,12 +189,39 @@ class Engine:
             self._world.after(self._world.random.uniform(0.0, 0.002), self._thread, self._begin_step)
 
     def _add(self, request: Request) -> None:
-        self.scheduler.add_request(request)
+        if self._is_leaving:
+            self._tell_aborted(request)
+        else:
+            self.scheduler.add_request(request)
 
     def _abort(self, request_id: str) -> None:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
+    def _abort_all(self) -> None:
+        for request in self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED):
+            self._tell_aborted(request)
+
+    def _tell_aborted(self, request: Request) -> None:
+        self._on_output(EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT))
+
+    def _terminate(self, is_patient: bool) -> None:
+        self._is_leaving = True
+        if not is_patient:
+            self._abort_all()
+
+    def _pause(self, mode: PauseMode, seconds: float) -> None:
+        if self._is_leaving:
+            return
+        if mode == "abort":
+            self._abort_all()
+        self.process.paused_s += seconds
+        self.scheduler.set_pause_state(PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW)
+        resume = partial(self.scheduler.set_pause_state, PauseState.UNPAUSED)
+        self._world.after(seconds, self._thread, lambda: self._put(resume))
+
     def _reset_cache(self) -> None:
+        if self._is_leaving:
+            return
         self.pages.may_preempt = True  # until the next step has announced it
         # With a request held vLLM preempts everything and then says that it could not empty the cache.
         with suppress(RuntimeError):
@@ -183,6 +235,8 @@ class Engine:
             action()
         if not self.scheduler.has_requests():
             self._is_idle = True
+            if self._is_leaving:
+                self._on_leave()
             return
         self._num_steps += 1
         self.pages.may_preempt = True
@@ -216,7 +270,7 @@ class Engine:
             blocks = self.manager.get_block_ids(request_id)[0]
             stop = request.num_computed_tokens
             first = stop - num_tokens
-            self.pages.check_overwrite(blocks[first // BLOCK_SIZE : -(-stop // BLOCK_SIZE)])
+            self.pages.check_overwrite(first, stop, blocks)
             chunks.append((first, stop, template.family_of(request), blocks))
         if output.num_scheduled_tokens:
             self._idle_step_s = IDLE_STEP_S[0]

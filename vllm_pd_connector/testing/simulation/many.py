@@ -98,7 +98,7 @@ def explain(scenario: Scenario, outcome: Outcome, tell: Tell) -> None:
     tell(
         f"shrunk from {len(scenario.requests)} requests and {len(scenario.faults)} faults to {len(small.requests)} "
         f"requests, {len(small.faults)} faults, {small.num_decoders} decoder(s), {small.num_prefillers} prefiller(s), "
-        f"{small.num_ranks} rank(s), {small.noise}:"
+        f"{small.shape}, {small.noise}:"
     )
     for line in again.log[-LOG_LINES:]:
         tell(line)

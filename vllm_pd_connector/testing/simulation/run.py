@@ -69,7 +69,9 @@ class Run:
         with _all_randomness_from(scenario.seed), _package_log_in(world):
             try:
                 self._start()
-                last = max([r.at for r in scenario.requests] + [f.at + f.seconds for f in scenario.faults] + [0.0])
+                last = max(
+                    [r.at for r in scenario.requests] + [f.at + f.seconds + f.grace_s for f in scenario.faults] + [0.0]
+                )
                 world.run(lambda: False, last)
                 while not self._is_over():
                     if world.now > max(last, self._last_end) + SETTLE_S:
@@ -104,8 +106,12 @@ class Run:
                 server.process.pause(fault.seconds)
             case "cut":
                 self._network.cut(fault.target, fault.other, fault.seconds)
+            case "terminate":
+                server.terminate(grace_s=fault.grace_s, back_after_s=fault.seconds)
             case "reset_cache" if server.is_up:
                 server.engine.reset_cache()
+            case "pause_engine" if server.is_up:
+                server.engine.pause(fault.mode, fault.seconds)
 
     def _end(self, name: str, how: str) -> None:
         at = self._open.pop(name, None)

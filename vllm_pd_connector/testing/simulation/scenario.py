@@ -4,12 +4,52 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
+
+from vllm.v1.engine import PauseMode
 
 NUM_FAMILIES = 6
 """Prompts of one family begin alike, so that they hit each other's prefixes."""
 
-FaultKind = Literal["kill", "kill_silently", "pause", "cut", "reset_cache"]
+FaultKind = Literal["kill", "kill_silently", "pause", "cut", "reset_cache", "terminate", "pause_engine"]
+
+
+class Side(NamedTuple):
+    """How the servers of one role cut their pages.
+
+    Attributes:
+        num_ranks: tensor-parallel ranks.
+        block_size: tokens of a page; a multiple of `pages.GRANULE`.
+    """
+
+    num_ranks: int = 1
+    block_size: int = 4
+
+
+class Shape(NamedTuple):
+    """Both sides of a pool, and the model's KV heads: with fewer than ranks, ranks hold the same one, as with MLA."""
+
+    prefiller: Side = Side()
+    decoder: Side = Side()
+    num_heads: int = 1
+
+
+PLAIN = Shape()
+UNEQUAL = (
+    Shape(Side(2), Side(2), 2),
+    Shape(Side(2), Side(1), 2),
+    Shape(Side(1), Side(2), 2),
+    Shape(Side(2), Side(1), 1),
+    Shape(Side(1), Side(2), 1),
+    Shape(Side(2), Side(2), 1),
+    Shape(Side(1, 8), Side(1), 1),
+    Shape(Side(1), Side(1, 8), 1),
+    Shape(Side(2, 8), Side(1), 2),
+    Shape(Side(1), Side(2, 8), 2),
+    Shape(Side(2), Side(1, 8), 1),
+    Shape(Side(4), Side(2), 2),
+)
+"""Equal ranks, split and joined heads, replicas that take turns, pages of two sizes, and some of that together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +83,9 @@ class Fault:
     pause: SIGSTOP for `seconds`.
     cut: nothing passes between the two for `seconds`.
     reset_cache: vLLM's `reset_prefix_cache(reset_running_requests=True)`.
+    terminate: SIGTERM; what runs is finished within `grace_s` (`--shutdown-timeout`), or aborted when that is 0, then
+        SIGKILL; another incarnation starts `seconds` after the end.
+    pause_engine: vLLM's `pause_scheduler(mode)`, and `resume_scheduler` after `seconds`.
     """
 
     kind: FaultKind
@@ -50,6 +93,8 @@ class Fault:
     target: str
     other: str = ""
     seconds: float = 0.0
+    grace_s: float = 0.0
+    mode: PauseMode = "keep"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +119,17 @@ NOISE_KINDS = ("slow", "busy", "note_lost", "note_twice", "fence_twice", "write_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """One run. `config`: the connector's configuration on decoders."""
+    """One run.
+
+    Attributes:
+        num_blocks: pages of a server, if they have 4 tokens; half as many of 8.
+        config: the connector's configuration on decoders.
+    """
 
     seed: int
     num_decoders: int
     num_prefillers: int
-    num_ranks: int
+    shape: Shape
     num_blocks: int
     chunk_tokens: int
     config: dict[str, Any]
@@ -103,6 +153,11 @@ TIMES = {
 }
 """Shorter than in production, in like proportions; `quarantine_s` covers `Noise.late_s`."""
 
+FAULT_KINDS: tuple[FaultKind, ...] = (
+    *("kill", "kill_silently", "pause", "pause", "cut", "cut", "reset_cache"),
+    *("terminate", "terminate", "pause_engine"),
+)
+
 FAULT_S = ((0.02, 1.0), (1.0, 8.0), (8.0, 32.0))
 """Shorter than a step to longer than a deadline, a lease and a quarantine together."""
 
@@ -118,7 +173,7 @@ def draw(seed: int, num_requests: int) -> Scenario:
         seed=seed,
         num_decoders=num_decoders,
         num_prefillers=num_prefillers,
-        num_ranks=1 if random.random() < 0.8 else 2,
+        shape=PLAIN if random.random() < 0.6 else random.choice(UNEQUAL),
         num_blocks=num_blocks,
         chunk_tokens=random.choice([8, 16, 64]),
         config={
@@ -163,7 +218,7 @@ def _faults(random: Random, span: float, num_decoders: int, num_prefillers: int)
     prefillers = [f"p{i}" for i in range(num_prefillers)]
     faults = []
     for _ in range(random.choice([1, 2, 4, 6])):
-        kind: FaultKind = random.choice(["kill", "kill_silently", "pause", "pause", "cut", "cut", "reset_cache"])
+        kind: FaultKind = random.choice(FAULT_KINDS)
         faults.append(
             Fault(
                 kind=kind,
@@ -171,6 +226,8 @@ def _faults(random: Random, span: float, num_decoders: int, num_prefillers: int)
                 target=random.choice(decoders) if kind == "cut" else random.choice(decoders + prefillers),
                 other=random.choice(prefillers) if kind == "cut" else "",
                 seconds=random.uniform(*random.choice(FAULT_S)),
+                grace_s=random.choice([0.0, random.uniform(0.1, 30.0)]),
+                mode=random.choice(get_args(PauseMode)),
             )
         )
     return tuple(sorted(faults, key=lambda fault: fault.at))

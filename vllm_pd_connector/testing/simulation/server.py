@@ -15,9 +15,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.request import Request
 
     from vllm_pd_connector.testing.simulation.network import Exchange, Network
     from vllm_pd_connector.testing.simulation.scenario import ClientRequest, Scenario
+
+
+ABORT_S = 0.5
+"""Without a grace a process has at most so long, if it does not end by itself."""
+
+OTHER_THREADS = {"dispatches", "incoming transfers", "counted transfers", "outgoing transfers", "drains"}
+"""What the dispatcher and the messengers may still have to take in when the engine ends."""
 
 
 class Server:
@@ -58,7 +66,9 @@ class Server:
             role="kv_consumer" if self.is_decoder else "kv_producer",
             extra=extra,
             on_output=self._answer,
+            on_leave=self._leave_pool,
         )
+        self._back_after_s: float | None = None
         self._network.servers[self.name] = self
         self._world.tell("%s starts", self.process)
 
@@ -91,6 +101,34 @@ class Server:
             self._on_end(name, "connection lost")
         self._world.after(back_after_s, None, self.start)
 
+    def terminate(self, *, grace_s: float, back_after_s: float) -> None:
+        """SIGTERM, and SIGKILL for a process that is still there after its grace."""
+        if not self.is_up or self._back_after_s is not None:
+            return
+        self._world.tell("%s is told to end within %g s", self.process, grace_s)
+        self._back_after_s = back_after_s
+        self.engine.terminate(is_patient=grace_s > 0)
+        process, limit = self.process, grace_s or self._world.random.uniform(0.0, ABORT_S)
+        self._world.after(limit, None, lambda: self._kill_late(process))
+
+    def _kill_late(self, process: Process) -> None:
+        if self.process is process and process.is_alive:
+            self.kill(silently=False, back_after_s=self._back_after_s or 0.0)
+
+    def _leave_pool(self) -> None:
+        """The engine has nothing more to do: everybody has an answer, and no page is in use or read.
+
+        A paused engine ends at once whatever it holds, which for others is as if it had been killed.
+        """
+        kept = {name: number for name, number in self.leftovers().items() if name not in OTHER_THREADS}
+        if kept and not self.engine.is_paused:
+            self._world.break_law(9, f"{self.process} ends in good order and leaves {kept}")
+        if any(transport.num_in_flight for transport in self.engine.transports) and not self.engine.is_paused:
+            self._world.break_law(2, f"{self.process} ends in good order while a posted write reads its pages")
+        self.engine.close()
+        self.counters["ended_in_good_order"] += 1
+        self.kill(silently=False, back_after_s=self._back_after_s or 0.0)
+
     # A decoder's clients
 
     def submit(self, wanted: ClientRequest) -> None:
@@ -101,7 +139,7 @@ class Server:
         request_id = f"{wanted.name}@{self.process}"
         self._clients[request_id] = wanted.name
         tokens = template.prompt(wanted.family, wanted.num_tokens)
-        self.engine.add(template.make_request(request_id, tokens, wanted.max_tokens, wanted.params))
+        self.engine.add(self._make_request(request_id, tokens, wanted.max_tokens, wanted.params))
         if wanted.leaves_after_s is not None:
             self._world.after(wanted.leaves_after_s, Thread(self.process), lambda: self._leave(request_id))
 
@@ -118,22 +156,28 @@ class Server:
         self._num_taken += 1
         request_id = f"{body.get('request_id', 'hello')}#{self._num_taken}@{self.process}"
         self._exchanges[request_id] = exchange
-        request = template.make_request(request_id, body["prompt"], body["max_tokens"], body.get("kv_transfer_params"))
-        self.engine.add(request)
+        params = body.get("kv_transfer_params")
+        self.engine.add(self._make_request(request_id, body["prompt"], body["max_tokens"], params))
 
     def connection_closed(self, exchange: Exchange) -> None:
         for request_id in [r for r, e in self._exchanges.items() if e is exchange]:
             del self._exchanges[request_id]
             self.engine.abort(request_id)
 
+    def _make_request(self, *what: Any) -> Request:
+        return template.make_request(*what, block_size=self.engine.layout.block_size)
+
     def _answer(self, output: EngineCoreOutput) -> None:
         is_error = output.finish_reason is FinishReason.ERROR
+        is_aborted = output.finish_reason is FinishReason.ABORT
         if name := self._clients.pop(output.request_id, None):
             self._world.tell("%s is answered: %s", name, output.finish_reason)
-            self._on_end(name, "error" if is_error else "answered")
+            self._on_end(name, "error" if is_error else "aborted" if is_aborted else "answered")
         if exchange := self._exchanges.pop(output.request_id, None):
             if is_error:
                 exchange.answer(500, {"error": "EngineCore refused"})
+            elif is_aborted:
+                exchange.answer(200, {"choices": [{"finish_reason": "abort"}], "kv_transfer_params": None})
             else:
                 exchange.answer(200, {"kv_transfer_params": output.kv_transfer_params})
 

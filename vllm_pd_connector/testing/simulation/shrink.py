@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from vllm_pd_connector.testing.simulation.scenario import NOISE_KINDS, ClientRequest, Fault, Scenario
+from vllm_pd_connector.testing.simulation.scenario import NOISE_KINDS, PLAIN, ClientRequest, Fault, Scenario
 
 MAX_TRIES = 400
 
@@ -41,8 +41,8 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
     for kind in NOISE_KINDS:
         if getattr(scenario.noise, kind):
             yield replace(scenario, noise=replace(scenario.noise, **{kind: 0.0}))  # type: ignore[arg-type]
-    if scenario.num_ranks > 1:
-        yield replace(scenario, num_ranks=1)
+    if scenario.shape != PLAIN:
+        yield replace(scenario, shape=PLAIN)
     if scenario.num_prefillers > 1:
         last = f"p{scenario.num_prefillers - 1}"
         faults = tuple(f for f in scenario.faults if last not in (f.target, f.other))

@@ -13,7 +13,7 @@ from vllm_pd_connector.errors import PeerLost
 from vllm_pd_connector.transport.base import WriteStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from vllm_pd_connector.geometry.page_table import PageTable, PageView
     from vllm_pd_connector.plan.write import BoundWrite
@@ -31,9 +31,11 @@ class SimulatedPeer:
 
 @dataclass(slots=True, eq=False)
 class SimulatedLane:
-    """Between servers of equal shape a piece is a page, and its number that of `Pages.contents`."""
+    """`src` and `dst`: the cells that each piece of a page is made of, on either side."""
 
     peer: SimulatedPeer
+    src: list[range]
+    dst: list[range]
 
 
 @dataclass(slots=True, eq=False)
@@ -46,11 +48,11 @@ class SimulatedWrite:
     """
 
     peer: SimulatedPeer
-    src_pages: list[int]
-    dst_pages: list[int]
+    src_cells: Sequence[int]
     note: bytes
     transfer_id: str
     fails_at: float
+    dst_cells: Sequence[int] = ()
     status: WriteStatus = WriteStatus.POSTED
     has_landed: bool = False
     is_over: bool = False
@@ -79,6 +81,10 @@ class SimulatedTransport:
         self.wake: Callable[[], None] = lambda: None
         network.endpoints[self._name] = self
 
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
     def register(self, pages: PageTable) -> None:
         pass
 
@@ -92,7 +98,8 @@ class SimulatedTransport:
         return SimulatedPeer(target, pages)
 
     def open_lane(self, peer: SimulatedPeer, src: PageView, dst: PageView) -> SimulatedLane:
-        return SimulatedLane(peer)
+        there = peer.target._memory if peer.target is not None else self._memory
+        return SimulatedLane(peer, self._memory.cells_of_pieces(src.pieces), there.cells_of_pieces(dst.pieces))
 
     def post_write(self, lane: SimulatedLane, write: BoundWrite, note: bytes) -> SimulatedWrite:
         peer = lane.peer
@@ -100,12 +107,14 @@ class SimulatedTransport:
             raise PeerLost("disconnected")
         transfer_id = _transfer_of(note)
         fails_at = self._world.now + self._network.noise.fail_s
-        handle = SimulatedWrite(peer, write.src_pieces.tolist(), write.dst_pieces.tolist(), note, transfer_id, fails_at)
-        self._memory.start_read(self._rank, handle.src_pages)
+        src = self._memory.cells(lane.src, write.src_pieces.tolist())
+        handle = SimulatedWrite(peer, src, note, transfer_id, fails_at)
+        self._memory.start_read(self._rank, src)
         if peer.target is not None:
-            peer.target._memory.check_posted_once(transfer_id, peer.target._rank, handle.dst_pages)
+            handle.dst_cells = peer.target._memory.cells(lane.dst, write.dst_pieces.tolist())
+            peer.target._memory.check_posted_once(transfer_id, peer.target._rank, handle.dst_cells)
         self._in_flight.add(handle)
-        self._world.tell("%s posts %d pages of %s", self._process, len(handle.dst_pages), transfer_id[:6])
+        self._world.tell("%s posts %d cells of %s", self._process, len(src), transfer_id[:6])
         noise, random = self._network.noise, self._world.random
         if peer.target is None or not peer.target._process.is_alive or random.random() < noise.write_fails:
             self._world.after(random.uniform(0.001, noise.fail_s), None, lambda: self._fail(handle))
@@ -138,8 +147,7 @@ class SimulatedTransport:
         return notes
 
     def read_page(self, layer: int, block: int) -> bytes:
-        contents = self._memory.contents[self._rank]
-        return b"%d" % contents[layer * len(self._memory.pool.blocks) + block]
+        return self._memory.page(self._rank, layer, block)
 
     def disconnect(self, peer: SimulatedPeer) -> None:
         peer.is_connected = False
@@ -204,10 +212,10 @@ class SimulatedTransport:
     def _end(self, handle: SimulatedWrite) -> None:
         handle.is_over = True
         contents = self._memory.contents[self._rank]
-        handle.bytes_now = [contents[page] for page in handle.src_pages]
+        handle.bytes_now = [contents[cell] for cell in handle.src_cells]
         self._in_flight.discard(handle)
         if self._process.is_alive:
-            self._memory.end_read(self._rank, handle.src_pages)
+            self._memory.end_read(self._rank, handle.src_cells)
 
     def _put(self, handle: SimulatedWrite) -> None:
         target = handle.peer.target
@@ -216,10 +224,10 @@ class SimulatedTransport:
         if not target._process.is_alive:
             return
         self._world.tell("%s's write of %s lands at %s", self._process, handle.transfer_id[:6], target._process)
-        target._memory.check_land(handle.transfer_id, target._rank, handle.dst_pages)
+        target._memory.check_land(handle.transfer_id, target._rank, handle.dst_cells)
         contents = target._memory.contents[target._rank]
-        for page, value in zip(handle.dst_pages, handle.bytes_now, strict=True):
-            contents[page] = value
+        for cell, value in zip(handle.dst_cells, handle.bytes_now, strict=True):
+            contents[cell] = value
 
     def _receive(self, note: bytes) -> None:
         if self._process.is_alive:
