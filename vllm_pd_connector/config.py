@@ -62,6 +62,14 @@ class PDConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "Over it a request waits (`busy_wait_s`) or is prefilled locally.",
         ),
     ] = 0.5
+    max_outstanding_per_prefiller: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Requests of this decoder that one prefiller may have at a time. When all have so many, a "
+            "request waits here without pages (`busy_wait_s`) or is prefilled locally. 0: no limit; vLLM queues them.",
+        ),
+    ] = 0
     short_prompt_tokens: Annotated[
         int,
         Meta(
@@ -90,8 +98,9 @@ class PDConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Meta(
             ge=0,
             le=86_400,
-            description="Seconds a request may wait for pages (`max_held_share`), and for prefillers that answer 429 "
-            "or 503, whose Retry-After is kept; then it is prefilled locally.",
+            description="Seconds a request may wait for pages (`max_held_share`) or for room at a prefiller "
+            "(`max_outstanding_per_prefiller`), and for prefillers that answer 429 or 503, whose Retry-After is kept; "
+            "then it is prefilled locally.",
         ),
     ] = 2.0
     advertise_host: Annotated[

@@ -1,5 +1,6 @@
 """The dispatcher against prefillers that only speak HTTP: who is tried, for how long, and what is reported."""
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from vllm_pd_connector.wire.version import PROTOCOL_VERSION
 
 GENERATION = "a" * 16
 TRANSFER = "0123456789abcdef" * 2
+OTHER_TRANSFER = "fedcba9876543210" * 2
 SHAPE = some_shape()
 Open = Callable[..., Dispatcher]
 
@@ -208,6 +210,63 @@ def test_the_wait_for_busy_prefillers_is_bounded(
     assert outcome.event is DecodeEvent.NEVER_SENT  # law 8
     assert str(refusal.status) in outcome.reason
     assert (sum(dispatches(fakes)) > 2) == (refusal.status == 429)
+
+
+class TestLimitPerPrefiller:
+    """`max_outstanding_per_prefiller`: 1, and a prefiller that does not answer until it is told to."""
+
+    @pytest.fixture
+    def released(self, fakes: list[FakePrefiller]) -> Iterator[threading.Event]:
+        released = threading.Event()
+        fakes[0].on_dispatch = dataclasses.replace(reply(pages=1), wait_for=released)
+        yield released
+        released.set()
+
+    def test_a_full_prefiller_is_passed_over(
+        self, start: Open, fakes: list[FakePrefiller], released: threading.Event
+    ) -> None:
+        dispatcher = start(max_outstanding_per_prefiller=1)
+        send(dispatcher, fakes)
+        until(lambda: dispatches(fakes) == [1, 0], 5, "the first dispatch")
+        assert [(c.outstanding, c.is_full) for c in dispatcher.pool()] == [(1, True), (0, False)]
+        send(dispatcher, fakes, OTHER_TRANSFER)
+        (outcome,) = wait(dispatcher)
+        assert (outcome.transfer_id, outcome.url) == (OTHER_TRANSFER, fakes[1].url)
+        released.set()
+        (outcome,) = wait(dispatcher)
+        assert (outcome.transfer_id, outcome.url) == (TRANSFER, fakes[0].url)
+        assert [c.outstanding for c in dispatcher.pool()] == [0, 0]
+
+    def test_where_all_are_full_it_is_sent_when_one_has_room(
+        self, start: Open, fakes: list[FakePrefiller], released: threading.Event
+    ) -> None:
+        dispatcher = start(max_outstanding_per_prefiller=1, busy_wait_s=10)
+        send(dispatcher, fakes[:1])
+        send(dispatcher, fakes[:1], OTHER_TRANSFER)
+        until(lambda: dispatches(fakes) == [1, 0], 5, "the first dispatch")
+        time.sleep(0.3)
+        assert dispatches(fakes) == [1, 0]
+        released.set()
+        assert [o.event for o in wait(dispatcher, 2)] == [DecodeEvent.ANSWERED] * 2
+        assert dispatches(fakes) == [2, 0]
+
+    def test_the_wait_for_room_is_bounded(
+        self, start: Open, fakes: list[FakePrefiller], released: threading.Event
+    ) -> None:
+        dispatcher = start(max_outstanding_per_prefiller=1, busy_wait_s=0.3)
+        send(dispatcher, fakes[:1])
+        send(dispatcher, fakes[:1], OTHER_TRANSFER)
+        (outcome,) = wait(dispatcher)
+        assert (outcome.transfer_id, outcome.event) == (OTHER_TRANSFER, DecodeEvent.NEVER_SENT)  # law 8
+        assert "already" in outcome.reason
+
+    def test_what_was_handed_over_counts_before_the_loop_has_seen_it(self, fakes: list[FakePrefiller]) -> None:
+        """Otherwise one step of the engine would hand a burst to a prefiller with room for one."""
+        config = parse({"prefillers": [fake.url for fake in fakes], "max_outstanding_per_prefiller": 1})
+        dispatcher = Dispatcher(config, engine_id="d", model="m", shape=SHAPE, key=None, timeline=NoTimeline())
+        send(dispatcher, fakes)
+        assert [(c.outstanding, c.is_full) for c in dispatcher.pool()] == [(1, True), (0, False)]
+        dispatcher._loop.close()
 
 
 def test_a_prefiller_that_shuts_down_is_lost_and_the_transfer_fenced(start: Open, fakes: list[FakePrefiller]) -> None:

@@ -71,6 +71,35 @@ def test_what_can_never_fit_does_not_wait_for_it(rig: Rig) -> None:
     assert rig.step().tokens == {request.request_id: BLOCK * (MOST + 1) + 2}
 
 
+class TestFullPrefillers:
+    """`max_outstanding_per_prefiller` is reached everywhere: a request waits without pages."""
+
+    def test_it_waits_without_pages_and_those_behind_pass(self, rig: Rig) -> None:
+        rig.dispatcher.full = {PREFILLER}
+        late, tiny = rig.add(PROMPT, seed=7), rig.add(1, seed=9)
+        step = rig.step()
+        assert late.status is RequestStatus.WAITING
+        assert step.tokens == {tiny.request_id: 1}
+        assert held_pages(rig) == 0
+        rig.dispatcher.full = set()
+        rig.step()
+        assert late.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+
+    @pytest.mark.parametrize(("waited", "is_over"), [(1.9, False), (2.1, True)])
+    def test_the_wait_is_bounded(self, rig: Rig, waited: float, is_over: bool) -> None:
+        rig.dispatcher.full = {PREFILLER}
+        late = rig.add(PROMPT, seed=7)
+        rig.step()
+        rig.clock.advance(waited)
+        assert rig.step().tokens == ({late.request_id: PROMPT} if is_over else {})  # law 8
+
+    def test_a_short_prompt_does_not_wait(self, make: MakeRig) -> None:
+        rig = make(**{**SHARE, "short_prompt_tokens": PROMPT})
+        rig.dispatcher.full = {PREFILLER}
+        late = rig.add(PROMPT, seed=7)
+        assert rig.step().tokens == {late.request_id: PROMPT}
+
+
 def test_fenced_pages_count_too(rig: Rig) -> None:
     before = rig.free_blocks
     transfers = fill(rig)

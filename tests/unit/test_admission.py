@@ -9,19 +9,26 @@ pages = st.integers(1, 1000)
 counts = st.integers(0, 1000)
 
 
-@given(pages, counts, counts, counts, st.booleans(), st.booleans())
+@given(pages, counts, counts, counts, st.booleans(), st.booleans(), st.booleans())
 def test_nothing_is_admitted_over_the_share_or_into_pages_that_are_not_free(
-    num_pages: int, num_free: int, num_pinned: int, max_pinned: int, is_short: bool, has_waited: bool
+    num_pages: int,
+    num_free: int,
+    num_pinned: int,
+    max_pinned: int,
+    is_pool_full: bool,
+    is_short: bool,
+    has_waited: bool,
 ) -> None:
     verdict = admit(
         num_pages=num_pages,
         num_free=num_free,
         num_pinned=num_pinned,
         max_pinned=max_pinned,
+        is_pool_full=is_pool_full,
         is_short=is_short,
         has_waited=has_waited,
     )
-    fits = num_pinned + num_pages <= max_pinned and num_pages <= num_free
+    fits = not is_pool_full and num_pinned + num_pages <= max_pinned and num_pages <= num_free
     assert (verdict is Admission.REMOTE) == fits
     if verdict is Admission.LATER:
         assert num_pages <= max_pinned, "it would wait for what cannot be"

@@ -14,6 +14,7 @@ from vllm_pd_connector.lifecycle.prefiller import (
     Candidate,
     PrefillerEvent,
     PrefillerState,
+    all_full,
     choose,
 )
 from vllm_pd_connector.lifecycle.table import step
@@ -128,6 +129,17 @@ def pool(*outstanding: int, state: PrefillerState = PrefillerState.USABLE) -> li
 
 def test_the_least_loaded_prefiller_is_tried_first() -> None:
     assert choose(pool(2, 0, 1), None, turn=0) == ["http://p1", "http://p2", "http://p0"]
+
+
+def test_a_full_prefiller_is_tried_last_even_if_it_is_wanted() -> None:
+    full, free = (
+        Candidate("http://f", PrefillerState.USABLE, 2, is_full=True),
+        Candidate("http://u", PrefillerState.USABLE, 9),
+    )
+    assert choose([full, free], "http://f", turn=0) == ["http://u", "http://f"]
+    assert not all_full([full, free], [])
+    assert all_full([full, free], ["http://u"])
+    assert all_full([full, Candidate("http://l", PrefillerState.LOST, 0)], [])
 
 
 def test_the_wanted_prefiller_is_tried_first_whatever_its_load() -> None:

@@ -153,6 +153,8 @@ class Dispatcher:
 
         After ANSWERED a FAILED may follow, when pages are late and a rank says that they will not come.
         """
+        if order.urls:
+            self._pool[order.urls[0]].promised += 1
         self._loop.call_soon_threadsafe(self._begin, order)
 
     def cancel(self, transfer_id: str) -> None:
@@ -193,6 +195,8 @@ class Dispatcher:
         return task
 
     def _begin(self, order: Dispatch) -> None:
+        if order.urls:
+            self._pool[order.urls[0]].begun += 1
         sent = self._sent.setdefault(order.reservation.transfer_id, _Sent())
         sent.task = self._spawn(self._send(order, sent))
 
@@ -235,6 +239,8 @@ class Dispatcher:
         """
         if prefiller.hello is None:
             return False
+        if self._pool.is_full(prefiller):
+            raise NotTaken(f"{prefiller.outstanding} requests of this decoder are there already", is_busy=True)
         transfer_id = order.reservation.transfer_id
         sent.hello = hello = prefiller.hello
         self._timeline.mark(transfer_id, "dispatched", prefiller=prefiller.url)

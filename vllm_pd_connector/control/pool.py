@@ -28,17 +28,21 @@ Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 @dataclass(slots=True)
 class Prefiller:
-    """owned by: the event loop; `state` and `outstanding` are read by the engine thread.
+    """owned by: the event loop, except `promised`; the engine thread reads `state` and the counts.
 
     Attributes:
         hello: its last greeting; None while it is not usable.
         outstanding: dispatches it is serving for us.
+        promised: dispatches meant for it that the engine thread has handed over, ever.
+        begun: those of them that the loop has taken up.
     """
 
     url: str
     state: PrefillerState = PrefillerState.UNKNOWN
     hello: HelloReply | None = None
     outstanding: int = 0
+    promised: int = 0
+    begun: int = 0
     complaint: str = ""
     greeting: asyncio.Task[None] | None = None
 
@@ -78,7 +82,18 @@ class PrefillerPool:
 
     def candidates(self) -> list[Candidate]:
         """Every configured prefiller as it stands. Any thread."""
-        return [Candidate(p.url, p.state, p.outstanding, p.complaint) for p in self._prefillers.values()]
+        found = []
+        for p in self._prefillers.values():
+            outstanding = p.outstanding + p.promised - p.begun
+            found.append(Candidate(p.url, p.state, outstanding, p.complaint, self._reaches_limit(outstanding)))
+        return found
+
+    def is_full(self, prefiller: Prefiller) -> bool:
+        """Whether it serves as many dispatches as it may."""
+        return self._reaches_limit(prefiller.outstanding)
+
+    def _reaches_limit(self, outstanding: int) -> bool:
+        return 0 < self._config.max_outstanding_per_prefiller <= outstanding
 
     def greet_all(self) -> None:
         for prefiller in self._prefillers.values():

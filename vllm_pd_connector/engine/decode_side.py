@@ -27,7 +27,7 @@ from vllm_pd_connector.lifecycle.decode_request import (
     DecodeEvent,
     DecodeState,
 )
-from vllm_pd_connector.lifecycle.prefiller import PrefillerState, choose
+from vllm_pd_connector.lifecycle.prefiller import PrefillerState, all_full, choose
 from vllm_pd_connector.lifecycle.table import step
 from vllm_pd_connector.plan.extent import Span, wanted_span
 from vllm_pd_connector.wire.messages import DecoderRank, Reservation
@@ -266,6 +266,7 @@ class DecodeSide:
             num_free=num_free,
             num_pinned=self._num_held_pages + self._fenced.num_pages,
             max_pinned=int(self._config.max_held_share * num_blocks),
+            is_pool_full=all_full(self._dispatcher.pool(), course.tried),
             is_short=num_remote <= self._config.short_prompt_tokens,
             has_waited=since is not None and self._clock() - since >= self._config.busy_wait_s,
         )

@@ -1,7 +1,8 @@
 """Whether a request goes to a prefiller now, waits for room, or is prefilled on the decoder. Pure.
 
-Held pages make no progress on the decoder and cannot be preempted, so they may take only a share of its pages. A
-request that finds no room is passed over and asked about again in the next step: it does not block those behind it.
+Held pages make no progress on the decoder and cannot be preempted, so they may take only a share of its pages, and
+none are taken for a request that would only queue at a prefiller. A request that finds no room is passed over and asked
+about again in the next step: it does not block those behind it.
 """
 
 from dataclasses import dataclass, field
@@ -42,7 +43,14 @@ class Course:
 
 
 def admit(
-    *, num_pages: int, num_free: int, num_pinned: int, max_pinned: int, is_short: bool, has_waited: bool
+    *,
+    num_pages: int,
+    num_free: int,
+    num_pinned: int,
+    max_pinned: int,
+    is_pool_full: bool,
+    is_short: bool,
+    has_waited: bool,
 ) -> Admission:
     """The decision for one request.
 
@@ -51,11 +59,12 @@ def admit(
         num_free: free pages of the decoder.
         num_pinned: pages held or fenced for requests.
         max_pinned: how many may be.
+        is_pool_full: no prefiller may be given another request now.
         is_short: cheap enough to be prefilled here rather than to wait.
         has_waited: long enough.
     """
     if num_pages > max_pinned:
         return Admission.LOCAL
-    if num_pages <= num_free and num_pinned + num_pages <= max_pinned:
+    if not is_pool_full and num_pages <= num_free and num_pinned + num_pages <= max_pinned:
         return Admission.REMOTE
     return Admission.LOCAL if is_short or has_waited else Admission.LATER

@@ -1,6 +1,6 @@
 """What a decoder knows of each prefiller in its pool, and which one gets the next request. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -29,16 +29,23 @@ PREFILLER_TABLE: Transitions[PrefillerState, PrefillerEvent, PrefillerEvent] = {
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One prefiller of the pool at this moment. `complaint`: why it is not usable, as far as that is known."""
+    """One prefiller of the pool at this moment.
+
+    Attributes:
+        outstanding: requests of this decoder that it has not answered.
+        complaint: why it is not usable, as far as that is known.
+        is_full: it has as many of them as it may have.
+    """
 
     url: str
     state: PrefillerState
     outstanding: int
     complaint: str = ""
+    is_full: bool = False
 
 
 def choose(pool: Iterable[Candidate], wanted: str | None, turn: int) -> list[str]:
-    """URLs to try in order: the wanted one first, then usable ones by fewest outstanding requests.
+    """URLs to try in order: the wanted one first, then usable ones by fewest outstanding requests; full ones last.
 
     Args:
         pool: every configured prefiller.
@@ -49,5 +56,10 @@ def choose(pool: Iterable[Candidate], wanted: str | None, turn: int) -> list[str
     if not usable:
         return []
     start = turn % len(usable)
-    ordered = sorted(usable[start:] + usable[:start], key=lambda c: (c.url != wanted, c.outstanding))
+    ordered = sorted(usable[start:] + usable[:start], key=lambda c: (c.is_full, c.url != wanted, c.outstanding))
     return [candidate.url for candidate in ordered]
+
+
+def all_full(pool: Iterable[Candidate], tried: Container[str]) -> bool:
+    """Whether every usable prefiller but those that were tried has as many requests as it may have."""
+    return all(c.is_full for c in pool if c.state is PrefillerState.USABLE and c.url not in tried)

@@ -20,6 +20,7 @@ class FakeDispatcher:
     Attributes:
         states: of each prefiller; a test may change them.
         complaints: about those that are not usable.
+        full: those that may be given nothing more.
         dispatched: orders in sequence.
         cancelled: transfer ids whose dispatch was broken off.
         fenced: transfer ids whose senders were asked to be quiet.
@@ -29,6 +30,7 @@ class FakeDispatcher:
     def __init__(self, urls: list[str]) -> None:
         self.states = dict.fromkeys(urls, PrefillerState.USABLE)
         self.complaints: dict[str, str] = {}
+        self.full: set[str] = set()
         self.dispatched: list[Dispatch] = []
         self.cancelled: list[str] = []
         self.fenced: list[str] = []
@@ -54,7 +56,10 @@ class FakeDispatcher:
         self.is_closed = True
 
     def pool(self) -> list[Candidate]:
-        return [Candidate(url, state, 0, self.complaints.get(url, "")) for url, state in self.states.items()]
+        return [
+            Candidate(url, state, 0, self.complaints.get(url, ""), url in self.full)
+            for url, state in self.states.items()
+        ]
 
     def take_events(self) -> list[DispatchOutcome | FenceResult]:
         events, self._events = self._events, []

@@ -184,6 +184,7 @@ def draw(seed: int, num_requests: int) -> Scenario:
             "verify_pages": random.random() < 0.2,
             "max_held_share": random.choice([0.5, 0.9]),
             "short_prompt_tokens": random.choice([0, 8]),
+            "max_outstanding_per_prefiller": random.choice([0, 0, 1, 4]),
             "max_attempts": random.choice([1, 2, 3]),
             "busy_wait_s": random.choice([0.0, 0.5, 2.0]),
         },

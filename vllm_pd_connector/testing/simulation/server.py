@@ -24,7 +24,14 @@ if TYPE_CHECKING:
 ABORT_S = 0.5
 """Without a grace a process has at most so long, if it does not end by itself."""
 
-OTHER_THREADS = {"dispatches", "incoming transfers", "counted transfers", "outgoing transfers", "drains"}
+OTHER_THREADS = {
+    "dispatches",
+    "outstanding at prefillers",
+    "incoming transfers",
+    "counted transfers",
+    "outgoing transfers",
+    "drains",
+}
 """What the dispatcher and the messengers may still have to take in when the engine ends."""
 
 
@@ -204,6 +211,7 @@ class Server:
             left["replies"] = len(engine.half._prefill._replies)
         if engine.dispatcher is not None:
             left["dispatches"] = len(engine.dispatcher._sent)
+            left["outstanding at prefillers"] = sum(c.outstanding for c in engine.dispatcher.pool())
             left["fences without an answer"] = len(engine.dispatcher.unanswered)
         for worker in engine.workers:
             left["outgoing transfers"] = left.get("outgoing transfers", 0) + len(worker._writer._ledger._transfers)
