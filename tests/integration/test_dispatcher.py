@@ -260,6 +260,23 @@ class TestLimitPerPrefiller:
         assert (outcome.transfer_id, outcome.event) == (OTHER_TRANSFER, DecodeEvent.NEVER_SENT)  # law 8
         assert "already" in outcome.reason
 
+    @pytest.mark.parametrize("is_late", [False, True])
+    def test_a_reply_to_a_transfer_that_is_over_is_awaited_for_a_while(
+        self, start: Open, fakes: list[FakePrefiller], released: threading.Event, is_late: bool
+    ) -> None:
+        """A machine may die when its last page has arrived: it never answers, and no connection is closed."""
+        dispatcher = start(settle_s=0.2 if is_late else 60)
+        send(dispatcher, fakes)
+        until(lambda: dispatches(fakes) == [1, 0], 5, "the dispatch")
+        dispatcher.finish(TRANSFER)
+        time.sleep(0.1)
+        assert dispatcher.pool()[0].outstanding == 1
+        if not is_late:
+            released.set()
+        until(lambda: not dispatcher.pool()[0].outstanding, 5, "nothing outstanding")  # law 8
+        outcomes = wait(dispatcher, 0 if is_late else 1)
+        assert [outcome.event for outcome in outcomes] == [DecodeEvent.ANSWERED] * len(outcomes)
+
     def test_what_was_handed_over_counts_before_the_loop_has_seen_it(self, fakes: list[FakePrefiller]) -> None:
         """Otherwise one step of the engine would hand a burst to a prefiller with room for one."""
         config = parse({"prefillers": [fake.url for fake in fakes], "max_outstanding_per_prefiller": 1})

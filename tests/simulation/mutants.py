@@ -18,6 +18,7 @@ from unittest.mock import patch
 import numpy as np
 
 from vllm_pd_connector.control import fence_server
+from vllm_pd_connector.control.dispatcher import Dispatcher
 from vllm_pd_connector.control.prefiller_client import NotTaken, PrefillerClient, ShuttingDown
 from vllm_pd_connector.engine import fenced_pages, posting, prefill_side, receiver, vllm_compat, worker_half
 from vllm_pd_connector.engine.decode_side import DecodeSide
@@ -76,6 +77,14 @@ def restarted(seed: int, _: int) -> Scenario:
     random = Random(f"restarted {seed}")
     fault = Fault(kind="kill", at=1.0 + random.uniform(0.02, 0.1), target="p0", seconds=random.uniform(0.001, 0.1))
     return dataclasses.replace(_small(seed, [None] * 4, fault), noise=Noise(slow=0.5, slow_s=0.3))
+
+
+def vanished(seed: int, _: int) -> Scenario:
+    """The prefiller's machine is gone between the last page of a prompt and the answer; each step ends a prompt."""
+    at = 1.0 + Random(f"vanished {seed}").uniform(0.02, 0.15)
+    scenario = _small(seed, [None] * 12, Fault(kind="kill_silently", at=at, target="p0", seconds=1.0))
+    requests = tuple(dataclasses.replace(request, num_tokens=9) for request in scenario.requests)
+    return dataclasses.replace(scenario, requests=requests, config={**scenario.config, "min_write_bytes": 1})
 
 
 def replicas(seed: int, num_requests: int) -> Scenario:
@@ -468,6 +477,11 @@ def _(stack: ExitStack) -> None:
 def _(stack: ExitStack) -> None:
     row = {**DECODE_TABLE[DecodeState.SETTLING], DecodeEvent.DEADLINE: (DecodeState.SETTLING, ())}
     stack.enter_context(patch.dict(DECODE_TABLE, {DecodeState.SETTLING: row}))
+
+
+@mutant(8, "an answer that is not needed any more is awaited for ever", vanished)
+def _(stack: ExitStack) -> None:
+    replace(stack, Dispatcher, "_finish", lambda self, transfer_id: self._sent.pop(transfer_id, None))
 
 
 @mutant(8, "a quarantine never ends")

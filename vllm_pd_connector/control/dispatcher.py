@@ -166,8 +166,8 @@ class Dispatcher:
         self._loop.call_soon_threadsafe(lambda: self._spawn(self._ask_quiet(transfer_id)))
 
     def finish(self, transfer_id: str) -> None:
-        """Nothing more will be asked about a transfer. A reply still under way is read and ignored."""
-        self._loop.call_soon_threadsafe(lambda: self._sent.pop(transfer_id, None))
+        """Nothing more will be asked about a transfer. A reply that comes within `settle_s` is read and ignored."""
+        self._loop.call_soon_threadsafe(self._finish, transfer_id)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -204,6 +204,12 @@ class Dispatcher:
         sent = self._sent.get(transfer_id)
         if sent is not None and sent.task is not None:
             sent.task.cancel()
+
+    def _finish(self, transfer_id: str) -> None:
+        sent = self._sent.pop(transfer_id, None)
+        if sent is not None and sent.task is not None and not sent.task.done():
+            # A machine that died after its last write never answers, and would count as serving us for ever.
+            self._loop.call_later(self._config.settle_s, sent.task.cancel)
 
     async def _send(self, order: Dispatch, sent: _Sent) -> None:
         """Try the prefillers in order until one takes the request; ask busy ones again for `busy_wait_s`."""
