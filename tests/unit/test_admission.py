@@ -15,7 +15,7 @@ def test_nothing_is_admitted_over_the_share_or_into_pages_that_are_not_free(
     num_free: int,
     num_pinned: int,
     max_pinned: int,
-    is_pool_full: bool,
+    must_wait: bool,
     is_short: bool,
     has_waited: bool,
 ) -> None:
@@ -24,11 +24,11 @@ def test_nothing_is_admitted_over_the_share_or_into_pages_that_are_not_free(
         num_free=num_free,
         num_pinned=num_pinned,
         max_pinned=max_pinned,
-        is_pool_full=is_pool_full,
+        must_wait=must_wait,
         is_short=is_short,
         has_waited=has_waited,
     )
-    fits = not is_pool_full and num_pinned + num_pages <= max_pinned and num_pages <= num_free
+    fits = not must_wait and num_pinned + num_pages <= max_pinned and num_pages <= num_free
     assert (verdict is Admission.REMOTE) == fits
     if verdict is Admission.LATER:
         assert num_pages <= max_pinned, "it would wait for what cannot be"

@@ -18,7 +18,7 @@ from vllm_pd_connector.engine import vllm_compat
 from vllm_pd_connector.engine.fenced_pages import FencedPages
 from vllm_pd_connector.engine.step import ExpectTransfer, HandBack, StepMetadata
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.lifecycle.admission import Admission, Course, admit
+from vllm_pd_connector.lifecycle.admission import Admission, Course, Offers, admit
 from vllm_pd_connector.lifecycle.deadline import Deadlines
 from vllm_pd_connector.lifecycle.decode_request import (
     DECODE_TABLE,
@@ -107,6 +107,7 @@ class DecodeSide:
         self._fenced = FencedPages(config, dispatcher, tally, timeline, clock, self._lifted)
         self._deadlines: Deadlines[str] = Deadlines()
         self._courses: dict[str, Course] = {}
+        self._offers = Offers()
         self._turn = 0
         self._orders = StepMetadata()
 
@@ -144,6 +145,8 @@ class DecodeSide:
         if not self._candidates(course):
             return self._match_none(request, course)
         verdict = self._admit(request, course, remote, num_local_tokens)
+        if verdict is Admission.REMOTE:
+            self._offers.made(request.request_id)
         if verdict is Admission.LATER and course.waiting_since is None:
             course.waiting_since = self._clock()
             self._courses[request.request_id] = course
@@ -158,6 +161,7 @@ class DecodeSide:
             block_ids: all its blocks, prefix hits first, of each cache group.
             num_remote_tokens: what `match` returned.
         """
+        self._offers.taken(request.request_id)
         num_tokens = request.num_prompt_tokens - 1
         local_tokens = num_tokens - num_remote_tokens
         spans = self._spans(num_tokens, local_tokens)
@@ -220,6 +224,7 @@ class DecodeSide:
 
     def orders(self) -> StepMetadata:
         """Take in what happened since the last step, and give this step's orders for the workers."""
+        self._offers.end_step()
         for event in self._dispatcher.take_events():
             if isinstance(event, FenceResult):
                 self._fenced.answered(event)
@@ -266,7 +271,7 @@ class DecodeSide:
             num_free=num_free,
             num_pinned=self._num_held_pages + self._fenced.num_pages,
             max_pinned=int(self._config.max_held_share * num_blocks),
-            is_pool_full=all_full(self._dispatcher.pool(), course.tried),
+            must_wait=self._offers.is_pausing or all_full(self._dispatcher.pool(), course.tried),
             is_short=num_remote <= self._config.short_prompt_tokens,
             has_waited=since is not None and self._clock() - since >= self._config.busy_wait_s,
         )

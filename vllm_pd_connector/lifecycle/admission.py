@@ -42,13 +42,38 @@ class Course:
         return not self.is_over and has_time and len(self.tried) < max_attempts
 
 
+class Offers:
+    """Whether vLLM had room for those it was told to hold.
+
+    It counts what it must keep free otherwise than we can see (blocks that prompts under way still need, prefix hits on
+    blocks of nobody), and ends its scan of the queue at the first request it has no room for. So after a step in which
+    it refused one, there is a step in which none is offered and those behind get their turn.
+    """
+
+    def __init__(self) -> None:
+        self._open: set[str] = set()
+        self.is_pausing = False
+
+    def made(self, request_id: str) -> None:
+        """The request may be held, if vLLM allocates its pages."""
+        self._open.add(request_id)
+
+    def taken(self, request_id: str) -> None:
+        self._open.discard(request_id)
+
+    def end_step(self) -> None:
+        """vLLM has looked through its queue."""
+        self.is_pausing = bool(self._open)
+        self._open.clear()
+
+
 def admit(
     *,
     num_pages: int,
     num_free: int,
     num_pinned: int,
     max_pinned: int,
-    is_pool_full: bool,
+    must_wait: bool,
     is_short: bool,
     has_waited: bool,
 ) -> Admission:
@@ -59,12 +84,12 @@ def admit(
         num_free: free pages of the decoder.
         num_pinned: pages held or fenced for requests.
         max_pinned: how many may be.
-        is_pool_full: no prefiller may be given another request now.
+        must_wait: no prefiller may be given another request now, or vLLM has just had no room for one.
         is_short: cheap enough to be prefilled here rather than to wait.
         has_waited: long enough.
     """
     if num_pages > max_pinned:
         return Admission.LOCAL
-    if not is_pool_full and num_pages <= num_free and num_pinned + num_pages <= max_pinned:
+    if not must_wait and num_pages <= num_free and num_pinned + num_pages <= max_pinned:
         return Admission.REMOTE
     return Admission.LOCAL if is_short or has_waited else Admission.LATER
