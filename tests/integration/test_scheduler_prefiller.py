@@ -228,31 +228,42 @@ def geometry(**changes: Any) -> CacheGeometry:
 
 
 BAD = {
-    "one page too few": {"blocks": [list(range(1, PAGES))]},
-    "one page too many": {"blocks": [list(range(1, PAGES + 2))]},
-    "beyond the decoder's pool": {"blocks": [[*range(1, PAGES), 64]]},
-    "the same block twice": {"blocks": [[1, 1, *range(2, PAGES)]]},
-    "two groups for one": {"blocks": [list(range(1, PAGES + 1)), [PAGES + 1]]},
-    "starts behind the prompt": {"local_tokens": 100 * BLOCK},
-    "other heads": {"geometry": geometry(num_kv_heads=8)},
-    "other slots": {"geometry": geometry(slot_bytes=16)},
-    "a block size that is no multiple": {"geometry": geometry(block_size=24)},
-    "heads that do not divide": {"geometry": geometry(tp_size=3), "ranks": [RANK] * 3},
-    "pages of another size than the geometry says": {"geometry": geometry(block_size=2 * BLOCK)},
-    "fewer ranks than the geometry has": {"geometry": geometry(tp_size=2)},
-    "another prefiller process": {"prefiller_generation": "f" * 16},
-    "two ranks for one": {"ranks": [RANK] * 2},
-    "pages outside its region": {
-        "ranks": [DecoderRank(descriptor="", pages=msgspec.structs.replace(handshake().pages, size_bytes=10))]
-    },
-    "another number of layers": {
-        "ranks": [DecoderRank(descriptor="", pages=msgspec.structs.replace(handshake().pages, layer_offsets=[0]))]
-    },
+    "one page too few": ("are reserved for tokens", {"blocks": [list(range(1, PAGES))]}),
+    "one page too many": ("are reserved for tokens", {"blocks": [list(range(1, PAGES + 2))]}),
+    "beyond the decoder's pool": ("block 64 of a pool", {"blocks": [[*range(1, PAGES), 64]]}),
+    "the same block twice": ("reserved twice", {"blocks": [[1, 1, *range(2, PAGES)]]}),
+    "two groups for one": ("cache groups", {"blocks": [list(range(1, PAGES + 1)), [PAGES + 1]]}),
+    "starts behind the prompt": ("are there already", {"local_tokens": 100 * BLOCK}),
+    "other heads": ("num_kv_heads: here 4, there 8", {"geometry": geometry(num_kv_heads=8)}),
+    "other slots": ("slot_bytes: here 8, there 16", {"geometry": geometry(slot_bytes=16)}),
+    "a block size that is no multiple": (
+        "block_size: here 16, there 24",
+        {"geometry": geometry(block_size=24), "blocks": [list(range(1, 6))]},
+    ),
+    "heads that do not divide": ("neither divides", {"geometry": geometry(tp_size=3), "ranks": [RANK] * 3}),
+    "pages of another size than the geometry says": (
+        "where the geometry makes",
+        {"geometry": geometry(block_size=2 * BLOCK), "blocks": [list(range(1, 5))]},
+    ),
+    "fewer ranks than the geometry has": ("1 ranks of a tensor_parallel_size of 2", {"geometry": geometry(tp_size=2)}),
+    "another prefiller process": ("restarted", {"prefiller_generation": "f" * 16}),
+    "two ranks for one": ("2 ranks of a tensor_parallel_size of 1", {"ranks": [RANK] * 2}),
+    "pages outside its region": (
+        "of a region of 10 B",
+        {"ranks": [DecoderRank(descriptor="", pages=msgspec.structs.replace(handshake().pages, size_bytes=10))]},
+    ),
+    "another number of layers": (
+        "1 layers there",
+        {"ranks": [DecoderRank(descriptor="", pages=msgspec.structs.replace(handshake().pages, layer_offsets=[0]))]},
+    ),
 }
+"""What the reply must say, so that no check stands in for another, and what is wrong with the reservation."""
 
 
-@pytest.mark.parametrize("changes", BAD.values(), ids=list(BAD))
-def test_a_reservation_that_does_not_fit_costs_one_token_and_says_why(rig: Rig, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("text", "changes"), BAD.values(), ids=list(BAD))
+def test_a_reservation_that_does_not_fit_costs_one_token_and_says_why(
+    rig: Rig, text: str, changes: dict[str, Any]
+) -> None:
     wanted = reservation(rig, **changes)
     before = rig.free_blocks
     request = dispatch(rig, wanted)
@@ -262,7 +273,7 @@ def test_a_reservation_that_does_not_fit_costs_one_token_and_says_why(rig: Rig, 
     assert not step.orders.writes
     rig.complete(step)
     reply = reply_of(rig, request)
-    assert reply.error
+    assert text in reply.error
     assert reply.declined
     assert reply.pages == 0
     assert (reply.hello is not None) == ("prefiller_generation" in changes)

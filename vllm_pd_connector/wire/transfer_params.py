@@ -113,5 +113,5 @@ def _convert(params: dict[str, Any], key: str, kind: type[Any]) -> Any:
 def _typed(params: dict[str, Any], key: str, kind: type[Any]) -> Any:
     try:
         return msgspec.convert(params[key], kind)
-    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter: half a surrogate pair where hex is due
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter: half a surrogate pair for a Literal
         raise ProtocolError(f"kv_transfer_params.{key}: {error}") from None
