@@ -34,3 +34,16 @@ def per_call(what: str, call: Callable[[], object], *, calls: int, repeats: int)
 def clock_ns(samples: int = 1000) -> float:
     """What reading the clock twice costs: taken off single-call samples."""
     return median(-(time.perf_counter_ns() - time.perf_counter_ns()) for _ in range(samples))
+
+
+def wait(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    """Return once it holds.
+
+    Raises:
+        TimeoutError: it did not in time; the text is `what`.
+    """
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"{what} within {timeout_s:g} s")
+        time.sleep(0.0005)

@@ -1,0 +1,130 @@
+"""`python -m benchmarks.micro.throughput RESULTS [REPS]`: our writer against raw NIXL WRITEs of the same pages.
+
+One process writes four layers to another one, pages in random order: through the layer hooks, the writer and the
+transport, and by plain NIXL calls from a bare loop; in turn, over the same memory. UCX takes its transports from the
+environment (`UCX_TLS=tcp`); without it, it copies by shared memory. Each side has a core of its own, and the receiving
+side does nothing but drive its transport.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from nixl._api import nixl_agent, nixl_agent_config
+
+from benchmarks.micro.engine import Prefiller
+from benchmarks.micro.target import running
+from benchmarks.records import RecordFile
+from vllm_pd_connector.engine.step import StepMetadata
+from vllm_pd_connector.geometry.page_table import PageTable
+from vllm_pd_connector.transport.nixl import NixlTransport
+from vllm_pd_connector.wire.messages import DecoderRank
+
+NUM_LAYERS = 4
+PAGE_BYTES = 32_768
+LAYER_MIB = (1, 4, 16, 64)
+NUM_BLOCKS = max(LAYER_MIB) * (1 << 20) // PAGE_BYTES + 1
+REPS = 15
+
+
+class RawWriter:
+    """An agent of its own over the same memory on both sides, and nothing around it."""
+
+    def __init__(self, pages: PageTable, target: DecoderRank) -> None:
+        self._agent = nixl_agent("raw", nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+        self._agent.register_memory([(pages.base, pages.size_bytes, 0, "")], "DRAM")
+        peer = self._agent.add_remote_agent(base64.b64decode(target.descriptor))
+        peer = peer.decode() if isinstance(peer, bytes) else peer
+        self._local, self._remote = (
+            self._agent.prep_xfer_dlist(name, np.asarray(_rows(table), dtype=np.uint64), "DRAM")
+            for name, table in (("NIXL_INIT_AGENT", pages), (peer, target.pages))
+        )
+
+    def write(self, blocks: Sequence[int]) -> float:
+        """Seconds for these blocks of every layer: one WRITE with a notification for each layer, all in flight."""
+        numbers = np.asarray(blocks, dtype=np.int32)
+        start = time.perf_counter()
+        handles: list[Any] = []
+        for layer in range(NUM_LAYERS):
+            rows = numbers + layer * NUM_BLOCKS
+            handle = self._agent.make_prepped_xfer("WRITE", self._local, rows, self._remote, rows, b"raw")
+            self._agent.transfer(handle)
+            handles.append(handle)
+        pending = handles
+        while pending:
+            states = [(handle, self._agent.check_xfer_state(handle)) for handle in pending]
+            if any(state == "ERR" for _, state in states):
+                raise RuntimeError("a raw WRITE failed")
+            pending = [handle for handle, state in states if state == "PROC"]
+        elapsed = time.perf_counter() - start
+        for handle in handles:
+            self._agent.release_xfer_handle(handle)
+        return elapsed
+
+
+def _rows(table: PageTable) -> list[tuple[int, int, int]]:
+    return [
+        (table.address(layer, block), table.page_bytes, 0) for layer in range(NUM_LAYERS) for block in range(NUM_BLOCKS)
+    ]
+
+
+def _write_ours(prefiller: Prefiller, target: DecoderRank, transfer: str, blocks: list[int]) -> float:
+    """Seconds from the first layer's hook until the writer has seen its last write end."""
+    half = prefiller.half
+    begin = StepMetadata(begins=[prefiller.begin(transfer, target, blocks)])
+    half.start_step(begin)
+    orders = StepMetadata(writes=[prefiller.write(transfer, blocks, blocks)])
+    half.start_step(orders)
+    time.sleep(0.002)  # the messenger has taken the orders, as it has while a first layer computes
+    start = time.perf_counter()
+    for name in prefiller.names:
+        half.layer_done(name)
+    half.end_step()
+    half.handle_preemptions([transfer])  # waits until nothing of it is in flight
+    elapsed = time.perf_counter() - start
+    prefiller.close(transfer)
+    return elapsed
+
+
+def measure(records: RecordFile, reps: int) -> None:
+    """Each size in turn: our writer and the raw one in changing order, after a round to warm up."""
+    own, *others = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {own})
+    carrier = os.environ.get("UCX_TLS", "shared memory")
+    transport = NixlTransport(f"throughput-{os.getpid()}")
+    with running(
+        num_layers=NUM_LAYERS, num_blocks=NUM_BLOCKS, page_bytes=PAGE_BYTES, pause_s=0.0, cores=others or [own]
+    ) as target:
+        prefiller = Prefiller(transport, NUM_LAYERS, NUM_BLOCKS, PAGE_BYTES, {})
+        raw = RawWriter(prefiller.half.handshake().pages, target.rank)
+        transfers = (f"{number:032x}" for number in range(1 << 30))
+        for mib in LAYER_MIB:
+            blocks = random.Random(mib).sample(range(1, NUM_BLOCKS), mib * (1 << 20) // PAGE_BYTES)
+            arms: dict[str, Callable[[], float]] = {
+                "ours": lambda blocks=blocks: _write_ours(prefiller, target.rank, next(transfers), blocks),
+                "raw": lambda blocks=blocks: raw.write(blocks),
+            }
+            for rep in range(-1, reps):
+                order = list(arms) if rep % 2 else list(arms)[::-1]
+                seconds = {arm: arms[arm]() for arm in order}
+                if rep >= 0:
+                    records.add("throughput", carrier=carrier, layer_mib=mib, layers=NUM_LAYERS, rep=rep, **seconds)
+            print(f"  {carrier}, {mib} MiB a layer: ours {seconds['ours']:.4f} s, raw {seconds['raw']:.4f} s", flush=True)
+        prefiller.half.shutdown()
+
+
+def main() -> int:
+    measure(RecordFile(Path(sys.argv[1])), int(sys.argv[2]) if len(sys.argv) > 2 else REPS)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
