@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from benchmarks.micro.timing import wait
 from vllm_pd_connector.config import parse
+from vllm_pd_connector.engine.messenger import Messenger
 from vllm_pd_connector.engine.step import BeginTransfer, CloseTransfer, StepMetadata
 from vllm_pd_connector.engine.worker_half import WorkerHalf
 from vllm_pd_connector.plan.extent import Span
@@ -79,34 +80,12 @@ def kv_cache_config(num_layers: int, num_blocks: int, page_bytes: int) -> KVCach
 
 
 @dataclass
-class Prefiller:
-    """A prefiller's worker half, driven as vLLM's model runner drives it.
+class Worker:
+    """A rank's worker half with its pages `[num_layers, num_blocks, 1, tokens, content]`, driven as vLLM drives it."""
 
-    Args:
-        transport: the rank's endpoint.
-        num_layers: layers.
-        num_blocks: blocks of each, the null block among them.
-        page_bytes: a multiple of 128.
-        extra: the connector's configuration.
-    """
-
-    transport: Transport
-    num_layers: int
-    num_blocks: int
-    page_bytes: int
-    extra: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        self.kv = torch.zeros(self.num_layers, self.num_blocks, 1, BLOCK_TOKENS, self.page_bytes // BLOCK_TOKENS // 4)
-        self.names = names(self.num_layers)
-        self.half = WorkerHalf(
-            parse(dict(self.extra)),
-            vllm_config("kv_producer", self.extra),
-            kv_cache_config(self.num_layers, self.num_blocks, self.page_bytes),
-            rank=0,
-            open_transport=lambda _name, _placement: self.transport,
-        )
-        self.half.register(dict(zip(self.names, self.kv, strict=True)))
+    half: WorkerHalf
+    names: list[str]
+    kv: torch.Tensor
 
     def begin(self, transfer_id: str, target: DecoderRank, blocks: list[int]) -> BeginTransfer:
         """A reservation of these blocks of a decoder of the same shape."""
@@ -152,3 +131,36 @@ class Prefiller:
         report = self.half.take_report()
         if report is not None:
             raise RuntimeError(f"writes failed, so this measures nothing: {report.failures}")
+
+
+def worker_half(
+    role: str,
+    extra: Mapping[str, Any],
+    transport: Transport,
+    *,
+    num_layers: int,
+    num_blocks: int,
+    page_bytes: int,
+    messenger: Callable[..., Messenger] = Messenger,
+) -> Worker:
+    """A registered worker half; whoever asks for it calls `half.shutdown()`.
+
+    Args:
+        role: kv_producer or kv_consumer.
+        extra: the connector's configuration.
+        transport: the rank's endpoint.
+        num_blocks: blocks of each layer, the null block among them.
+        page_bytes: a multiple of 128.
+        messenger: makes the messenger.
+    """
+    kv = torch.zeros(num_layers, num_blocks, 1, BLOCK_TOKENS, page_bytes // BLOCK_TOKENS // 4)
+    half = WorkerHalf(
+        parse(dict(extra)),
+        vllm_config(role, extra),
+        kv_cache_config(num_layers, num_blocks, page_bytes),
+        rank=0,
+        open_transport=lambda _name, _placement: transport,
+        open_messenger=messenger,
+    )
+    half.register(dict(zip(names(num_layers), kv, strict=True)))
+    return Worker(half, names(num_layers), kv)

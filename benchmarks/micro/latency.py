@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.micro.engine import Prefiller
+from benchmarks.micro.engine import Worker, worker_half
 from benchmarks.micro.target import running
 from benchmarks.records import RecordFile
 from vllm_pd_connector.engine.step import StepMetadata
@@ -71,7 +71,7 @@ def _python(end_ns: int) -> None:
 LOADS: dict[str, Callable[[int], None]] = {"idle": _idle, "numpy": _numpy, "pure Python": _python}
 
 
-def _measure_step(prefiller: Prefiller, transport: StampedTransport, transfer: str, target: Any, load: str) -> list[float]:
+def _measure_step(prefiller: Worker, transport: StampedTransport, transfer: str, target: Any, load: str) -> list[float]:
     """Microseconds from each layer's hook to its write posted, in one forward pass."""
     blocks = list(range(1, NUM_PAGES + 1))
     transport.posted = {}
@@ -99,7 +99,9 @@ def measure(records: RecordFile, num_steps: int) -> None:
     with running(
         num_layers=NUM_LAYERS, num_blocks=NUM_PAGES + 1, page_bytes=PAGE_BYTES, pause_s=0.0005, cores=cores[-1:]
     ) as target:
-        prefiller = Prefiller(transport, NUM_LAYERS, NUM_PAGES + 1, PAGE_BYTES, EXTRA)
+        prefiller = worker_half(
+            "kv_producer", EXTRA, transport, num_layers=NUM_LAYERS, num_blocks=NUM_PAGES + 1, page_bytes=PAGE_BYTES
+        )
         transfers = (f"{number:032x}" for number in range(1 << 30))
         _measure_step(prefiller, transport, next(transfers), target.rank, "idle")  # connects
         for rep in range(ROUNDS):

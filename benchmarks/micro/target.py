@@ -45,7 +45,10 @@ def running(
     """
     size = [str(num) for num in (num_layers, num_blocks, page_bytes, pause_s)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.micro.target", *size], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+        [sys.executable, "-m", "benchmarks.micro.target", *size],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
     )
     try:
         os.sched_setaffinity(process.pid, cores)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from nixl._api import nixl_agent, nixl_agent_config
 
-from benchmarks.micro.engine import Prefiller
+from benchmarks.micro.engine import Worker, worker_half
 from benchmarks.micro.target import running
 from benchmarks.records import RecordFile
 from vllm_pd_connector.engine.step import StepMetadata
@@ -76,7 +76,7 @@ def _rows(table: PageTable) -> list[tuple[int, int, int]]:
     ]
 
 
-def _write_ours(prefiller: Prefiller, target: DecoderRank, transfer: str, blocks: list[int]) -> float:
+def _write_ours(prefiller: Worker, target: DecoderRank, transfer: str, blocks: list[int]) -> float:
     """Seconds from the first layer's hook until the writer has seen its last write end."""
     half = prefiller.half
     begin = StepMetadata(begins=[prefiller.begin(transfer, target, blocks)])
@@ -103,7 +103,9 @@ def measure(records: RecordFile, reps: int) -> None:
     with running(
         num_layers=NUM_LAYERS, num_blocks=NUM_BLOCKS, page_bytes=PAGE_BYTES, pause_s=0.0, cores=others or [own]
     ) as target:
-        prefiller = Prefiller(transport, NUM_LAYERS, NUM_BLOCKS, PAGE_BYTES, {})
+        prefiller = worker_half(
+            "kv_producer", {}, transport, num_layers=NUM_LAYERS, num_blocks=NUM_BLOCKS, page_bytes=PAGE_BYTES
+        )
         raw = RawWriter(prefiller.half.handshake().pages, target.rank)
         transfers = (f"{number:032x}" for number in range(1 << 30))
         for mib in LAYER_MIB:
@@ -117,7 +119,9 @@ def measure(records: RecordFile, reps: int) -> None:
                 seconds = {arm: arms[arm]() for arm in order}
                 if rep >= 0:
                     records.add("throughput", carrier=carrier, layer_mib=mib, layers=NUM_LAYERS, rep=rep, **seconds)
-            print(f"  {carrier}, {mib} MiB a layer: ours {seconds['ours']:.4f} s, raw {seconds['raw']:.4f} s", flush=True)
+            print(
+                f"  {carrier}, {mib} MiB a layer: ours {seconds['ours']:.4f} s, raw {seconds['raw']:.4f} s", flush=True
+            )
         prefiller.half.shutdown()
 
 
