@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from benchmarks import report
 from benchmarks.machine import commit, fingerprint
@@ -24,13 +25,22 @@ from vllm_pd_connector.testing.servers import start_all
 ROOT = Path(__file__).resolve().parent.parent
 SESSION_S = 600
 START_S = 180.0
-QUICK = {"lengths": (200, 1000), "reps": 2, "answers": 1, "answer_tokens": 400, "windows": 1}
+QUICK: dict[str, Any] = {
+    "lengths": (200, 1000),
+    "reps": 2,
+    "answers": 1,
+    "answer_tokens": 400,
+    "windows": 1,
+    "transfer_lengths": (200, 1000),
+    "transfers": 2,
+    "profile_s": 5,
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few, short prompts: does it work at all")
-    parser.add_argument("--only", choices=("ttft", "interference", "idle", "micro"))
+    parser.add_argument("--only", choices=("ttft", "interference", "idle", "transfer", "profile", "micro"))
     parser.add_argument("--sessions", default=",".join(SESSIONS), help="server sets to use, comma-separated")
     parser.add_argument("--results", type=Path, help="results directory to add to (default: a new one)")
     parser.add_argument("--lock", type=Path, help="file to lock exclusively while servers of a set are up")
@@ -48,7 +58,11 @@ def main() -> int:
             if args.only is None or args.only in SESSIONS[name].serves:
                 _run(name, plan, args.lock, directory)
         if args.only in (None, "micro"):
-            subprocess.run([sys.executable, "-m", "benchmarks.micro", str(records.path)], check=True, cwd=ROOT)
+            quick_too = ["--quick"] if args.quick else []
+            with _locked(args.lock):
+                records.add("machine", servers="micro", **fingerprint(ROOT))
+                command = [sys.executable, "-m", "benchmarks.micro", str(records.path), *quick_too]
+                subprocess.run(command, check=True, cwd=ROOT)
     found = read_records(records.path)
     text = report.markdown(found)
     (directory / "summary.md").write_text(text)

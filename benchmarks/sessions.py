@@ -1,6 +1,7 @@
 """Which servers are up together, on which cores, and what is measured on them.
 
-ours      ordinary server and our prefiller on core 0, our decoder on core 1: first token, interference, idle
+ours      ordinary server and our prefiller on core 0, our decoder on core 1: first token, interference, idle, profile
+transfer  two of our pairs, prefillers on core 0, decoders on core 1: where a transfer's time goes, by layer and not
 replicas  an ordinary server on each core: interference
 pull      vLLM's NixlConnector, prefilling on core 0 and decoding on core 1: first token, idle
 push      vLLM's NixlPushConnector, the same: one attempt
@@ -8,20 +9,24 @@ push      vLLM's NixlPushConnector, the same: one attempt
 
 from __future__ import annotations
 
+import itertools
 import json
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import idle, ttft
+from benchmarks import idle, profile, transfers, ttft
 from benchmarks.client import RequestFailed, random_prompt, stream, stream_in_two_steps
 from benchmarks.interference import Interference
 from benchmarks.records import RecordFile
-from benchmarks.summary import OURS, OURS_PREFILLER, PULL, PULL_PREFILLER, SHARED
-from vllm_pd_connector.testing.machine import free_ports
-from vllm_pd_connector.testing.servers import Server, ServerSpec
+from benchmarks.summary import BY_LAYER, NOT_BY_LAYER, OURS, OURS_PREFILLER, PULL, PULL_PREFILLER, SHARED
+from vllm_pd_connector.testing.machine import HOST, free_ports
+from vllm_pd_connector.testing.servers import GREETED, Server, ServerSpec
 
 PUSH_TIMEOUT_S = 60.0
 BUDGET_S = 330.0  # of a session's ten minutes, for first-token times
@@ -34,7 +39,7 @@ class Plan:
     """How much to measure.
 
     Attributes:
-        only: "ttft", "interference", "idle", or nothing for all.
+        only: "ttft", "interference", "idle", "transfer", "profile", or nothing for all.
         ours_extra: added to the connector's configuration on both our servers.
     """
 
@@ -46,6 +51,9 @@ class Plan:
     answers: int = 3
     answer_tokens: int = 1000
     windows: int = 3
+    transfer_lengths: Sequence[int] = transfers.PROMPT_TOKENS
+    transfers: int = 8
+    profile_s: int = 20
     ours_extra: Mapping[str, Any] = field(default_factory=dict)
 
     def wants(self, kind: str) -> bool:
@@ -104,7 +112,58 @@ def _run_ours(plan: Plan, servers: Sequence[Server]) -> None:
         )
     if plan.wants("interference"):
         _interfere(plan, "ours: prefiller + decoder", decoder.url, [decoder.url], leaders)
+    if plan.wants("profile"):
+        _profile(plan, prefiller, decoder)
     _check_remote(plan, decoder)
+
+
+def _profile(plan: Plan, prefiller: Server, decoder: Server) -> None:
+    """A long prompt and a running answer at a time, so that the prefiller computes and the decoder answers."""
+    turns = itertools.count()
+
+    def load() -> None:
+        turn = next(turns)
+        answer = random_prompt(200, "profile", "answer", turn)
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            running = pool.submit(stream, decoder.url, plan.model, answer, 300)
+            stream(decoder.url, plan.model, random_prompt(3000, "profile", "long", turn), NUM_TOKENS)
+            running.result()
+
+    leaders = {"prefiller": prefiller.process.pid, "decoder": decoder.process.pid}
+    profile.measure(plan.records, plan.records.path.parent, leaders, load, seconds=plan.profile_s)
+
+
+def _timelines(plan: Plan, arm: str) -> Path:
+    """Where a pair's timelines go: beside the servers' logs."""
+    return Path(tempfile.gettempdir(), "pd-bench", plan.records.path.parent.name, "timelines", arm.replace(" ", "-"))
+
+
+def _transfer_specs(plan: Plan) -> list[ServerSpec]:
+    specs: list[ServerSpec] = []
+    for arm, wait in ((BY_LAYER, {}), (NOT_BY_LAYER, transfers.NO_LAYERS)):
+        shutil.rmtree(_timelines(plan, arm), ignore_errors=True)  # of an earlier run into the same results
+        extra = {"timeline_dir": str(_timelines(plan, arm))}
+        port = free_ports(1)[0]
+        pool = [f"http://{HOST}:{port}"]
+        args = transfers.ONE_STEP
+        specs += [
+            ServerSpec(plan.model, "prefiller", cores=[0], port=port, extra={**extra, **wait}, args=args),
+            ServerSpec(
+                plan.model, "decoder", cores=[1], extra={**extra, "prefillers": pool, "retry_s": 0.5}, args=args
+            ),
+        ]
+    return specs
+
+
+def _run_transfer(plan: Plan, servers: Sequence[Server]) -> None:
+    decoders = dict(zip((BY_LAYER, NOT_BY_LAYER), (servers[1], servers[3]), strict=True))
+    for decoder in decoders.values():
+        decoder.wait_log(GREETED, 60.0)
+    arms = {arm: (_asks(plan, decoder), _timelines(plan, arm)) for arm, decoder in decoders.items()}
+    leaders = [server.process.pid for server in servers]
+    transfers.measure(plan.records, arms, leaders, lengths=plan.transfer_lengths, reps=plan.transfers)
+    for decoder in decoders.values():
+        _check_remote(plan, decoder)
 
 
 def _run_replicas(plan: Plan, servers: Sequence[Server]) -> None:
@@ -177,7 +236,8 @@ def _ask_each(asks: Any) -> None:
 
 
 SESSIONS: dict[str, Session] = {
-    "ours": Session(serves=frozenset({"ttft", "interference", "idle"}), specs=_our_specs, run=_run_ours),
+    "ours": Session(serves=frozenset({"ttft", "interference", "idle", "profile"}), specs=_our_specs, run=_run_ours),
+    "transfer": Session(serves=frozenset({"transfer"}), specs=_transfer_specs, run=_run_transfer),
     "replicas": Session(
         serves=frozenset({"interference"}), specs=lambda plan: [_plain(plan, 0), _plain(plan, 1)], run=_run_replicas
     ),

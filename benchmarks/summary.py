@@ -14,6 +14,7 @@ STALL_MS = 100.0
 """A gap of a running answer that a reader sees."""
 
 SHARED, OURS, OURS_PREFILLER = "ordinary server", "ours", "our prefiller asked directly"
+BY_LAYER, NOT_BY_LAYER = "layer by layer", "after the last layer"
 PULL, PULL_PREFILLER = "NixlConnector (pull)", "NixlConnector's prefiller asked directly"
 
 

@@ -162,7 +162,7 @@ def install(wheel_places: list[str], cpu_wheels: list[str], version: str, *, men
         command = [str(PYTHON), "-m", "uv", "pip", "install", "--python", str(PYTHON), "--exact", *options]
         command += ["--reinstall"] if mend else []
         command += [] if sys.stderr.isatty() else ["--quiet"]  # else it lists 180 packages, one a line
-        if run(*command, *wants, "--editable", ".[test,demo]", env=uv_environment(wheel_places)):
+        if run(*command, *wants, "--editable", ".[test,demo,bench]", env=uv_environment(wheel_places)):
             return
         say(f"that did not work with {place}")
     fail(

@@ -1,24 +1,47 @@
-"""`python -m benchmarks.micro [RAW_FILE]`: measure, print, and append to a raw file."""
+"""`python -m benchmarks.micro [RAW_FILE] [--quick]`: measure, print, and append to a raw file."""
 
 from __future__ import annotations
 
+import argparse
 import os
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from statistics import median
 
-from benchmarks.micro import hook, layouts, plan
+from benchmarks.micro import growth, hook, layouts, plan
 from benchmarks.records import RecordFile
+
+CHILD_S = 300.0
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.micro", description=__doc__)
+    parser.add_argument("raw", type=Path, nargs="?", help="raw.jsonl of a results directory")
+    parser.add_argument("--quick", action="store_true", help="few repetitions: does it work at all")
+    args = parser.parse_args()
+    records = RecordFile(args.raw.parent if args.raw else Path(tempfile.mkdtemp(prefix="pd-bench-")))
+    # Processes of their own: UCX reads its environment at start, and these two need both cores.
+    _child("latency", records, "2" if args.quick else "10")
+    _child("throughput", records, "3" if args.quick else "15")
+    _child("throughput", records, "3" if args.quick else "15", UCX_TLS="tcp")
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # as a pinned server: all threads share the core
-    records = RecordFile(Path(sys.argv[1]).parent) if len(sys.argv) > 1 else None
     for record in [*hook.measure(), *plan.measure(), *layouts.measure()]:
         spread = f"{record['low_ns']:,} … {record['high_ns']:,}"
         print(f"  {record['what']}: {record['median_ns']:,} ns ({spread}, n={record['n']})", flush=True)
-        if records is not None:
-            records.add("micro", **record)
+        records.add("micro", **record)
+    for record in growth.measure():
+        what = f"{record['what']}, {record['size']:,} {record['unit']}s"
+        print(f"  {what}: {median(record['each']):,.0f} {record['in']} for each", flush=True)
+        records.add("growth", **record)
     return 0
+
+
+def _child(module: str, records: RecordFile, repetitions: str, **env: str) -> None:
+    command = [sys.executable, "-m", f"benchmarks.micro.{module}", str(records.path.parent), repetitions]
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING", **env}
+    subprocess.run(command, check=True, env=environment, timeout=CHILD_S)
 
 
 if __name__ == "__main__":

@@ -153,3 +153,17 @@ def _members(group: int) -> list[int]:
         if int(pgrp) == group and state not in "ZX":
             found.append(int(stat.parent.name))
     return found
+
+
+def session_members(leader: int) -> dict[int, str]:
+    """Process id and title (first word of the command line) of everything that runs in a session."""
+    found: dict[int, str] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+            title = (stat.parent / "cmdline").read_bytes().replace(b"\0", b" ").split()
+        except OSError:
+            continue  # it ended while we looked
+        if int(fields[3]) == leader:
+            found[int(stat.parent.name)] = title[0].decode(errors="replace") if title else ""
+    return found
