@@ -23,6 +23,7 @@ from vllm_pd_connector.testing.models import random_llama
 from vllm_pd_connector.testing.servers import start_all
 
 ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs" / "benchmarks.md"
 SESSION_S = 600
 START_S = 180.0
 QUICK: dict[str, Any] = {
@@ -46,6 +47,7 @@ def main() -> int:
     parser.add_argument("--lock", type=Path, help="file to lock exclusively while servers of a set are up")
     parser.add_argument("--timeline", type=Path, help="directory for our connector's timelines; they cost time")
     parser.add_argument("--summarise", action="store_true", help="only write the summary of --results again")
+    parser.add_argument("--docs", action="store_true", help="put the table of bars into docs/benchmarks.md as well")
     args = parser.parse_args()
 
     directory = args.results or results_directory(ROOT, commit(ROOT))
@@ -67,6 +69,9 @@ def main() -> int:
     text = report.markdown(found)
     (directory / "summary.md").write_text(text)
     (directory / "summary.json").write_text(json.dumps(report.figures(found), indent=1) + "\n")
+    if args.docs:
+        source = directory.resolve().relative_to(ROOT).as_posix()
+        DOCS.write_text(report.page(DOCS.read_text(), found, source))
     print(f"\n{text}\n{directory}")
     return 0
 

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from benchmarks import bars, costs
 from benchmarks import summary as s
 
 BAR_CELLS = 20
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 COMPARISONS = [(s.OURS, s.OURS_PREFILLER), (s.OURS, s.SHARED), (s.PULL, s.PULL_PREFILLER), (s.PULL, s.SHARED)]
 CAVEATS = """\
 - Every server is pinned to one core (`taskset`); the machine has two. Spread is least … greatest.
@@ -32,10 +34,12 @@ def markdown(records: Sequence[s.Record]) -> str:
     """The whole summary; only what the records hold."""
     parts = ["# Benchmark results", *_machine(records)]
     for title, lines in (
+        ("Figures and their bars", bars.table(records)),
         ("Time to the first token", _first_token(records)),
         ("Added to the first token", _added(records)),
         ("A running answer while 6,000-token prompts arrive", _gaps(records)),
         ("CPU while idle", _idle(records)),
+        ("Growth", _growth(records)),
         ("Micro", _micro(records)),
         ("Attempts", _attempts(records)),
     ):
@@ -47,6 +51,20 @@ def markdown(records: Sequence[s.Record]) -> str:
     return "\n\n".join(parts).rstrip() + "\n"
 
 
+def page(text: str, records: Sequence[s.Record], source: str) -> str:
+    """A page with what stands between its two marks replaced by the table of bars and the growth, from `source`.
+
+    Raises:
+        ValueError: the page lacks a mark.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page lacks {BEGIN} or {END}")
+    parts = [f"Raw records: [`{source}`](../{source})", *_machine(records), *bars.table(records), *_growth(records)]
+    return f"{before}{begin}\n\n" + "\n\n".join(parts) + f"\n\n{end}{after}"
+
+
 def figures(records: Sequence[s.Record]) -> dict[str, Any]:
     """The same as plain values."""
     first = [{"tokens": tokens, "arm": arm, **asdict(value)} for (tokens, arm), value in s.first_token(records).items()]
@@ -56,6 +74,12 @@ def figures(records: Sequence[s.Record]) -> dict[str, Any]:
         "added_s": [asdict(row) for pair in COMPARISONS for row in s.added(records, *pair)],
         "gaps_ms": [asdict(row) for row in s.gaps(records)],
         "idle_cores": {arm: asdict(value) for arm, value in s.idle(records).items()},
+        "bars": [asdict(row) for row in bars.rows(records)],
+        "posted_us": [asdict(row) for row in costs.posted(records)],
+        "throughput": [asdict(row) for row in costs.throughput(records)],
+        "exposed_ms": [asdict(row) for row in costs.exposures(records)],
+        "growth": [asdict(row) for row in costs.growths(records)],
+        "profile": [asdict(row) for row in costs.profile(records)],
         "micro": [r for r in records if r["kind"] == "micro"],
         "attempts": [r for r in records if r["kind"] == "attempt"],
         "disturbed_of": s.num_disturbed(records),
@@ -141,6 +165,23 @@ def _idle(records: Sequence[s.Record]) -> list[str]:
         for arm, v in cells.items()
     ]
     return _table("server | cores, median | spread | windows of 10 s | ", rows)
+
+
+def _growth(records: Sequence[s.Record]) -> list[str]:
+    """One table for each kind of unit: its sizes are the columns."""
+    found = costs.growths(records)
+    tables: list[str] = []
+    for unit in dict.fromkeys(g.unit for g in found):
+        of_unit = [g for g in found if g.unit == unit]
+        sizes = sorted({size for g in of_unit for size in g.cells})
+        rows = [
+            f"| {g.what}, {g.measure} for each | "
+            + " | ".join(f"{g.cells[size].median:,.0f}" if size in g.cells else "–" for size in sizes)
+            + f" | {g.ratio:.2f} |"
+            for g in of_unit
+        ]
+        tables += _table(" | ".join([f"{unit}s", *(f"{size:,}" for size in sizes), "last ÷ first"]), rows)
+    return tables
 
 
 def _micro(records: Iterable[s.Record]) -> list[str]:

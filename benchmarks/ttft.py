@@ -12,7 +12,7 @@ from benchmarks.records import RecordFile
 Ask = Callable[[list[int]], list[float]]
 """A streamed request: start time, then the time of each token."""
 
-PROMPT_TOKENS = (200, 1000, 3000, 7000)
+PROMPT_TOKENS = (200, 1000, 3000, 8000)
 MAX_TRIES = 3
 TICK_UNCERTAINTY_S = 0.03  # CPU time is counted in 10 ms ticks
 SETTLE_S = 1.2

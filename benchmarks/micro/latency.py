@@ -28,8 +28,8 @@ NUM_PAGES = 16
 PAGE_BYTES = 4096
 LAYER_S = 0.003
 ROUNDS = 3
-SWITCH_S = (0.005, 0.0001)
-"""Python's own default switch interval, and a short one."""
+SWITCH_S = {0.005, 0.0001}
+"""Python's own default switch interval, and a short one; the one that our worker sets is measured as well."""
 
 EXTRA = {"min_write_bytes": 1}
 """Every layer wakes the writer, however small."""
@@ -104,16 +104,18 @@ def measure(records: RecordFile, num_steps: int) -> None:
         )
         transfers = (f"{number:032x}" for number in range(1 << 30))
         _measure_step(prefiller, transport, next(transfers), target.rank, "idle")  # connects
+        default_s = round(sys.getswitchinterval(), 6)
         for rep in range(ROUNDS):
             for where, own in (("two cores", cores), ("one core", cores[:1])):
                 _move_threads(own)
-                for switch_s in SWITCH_S:
+                for switch_s in sorted({*SWITCH_S, default_s}):
                     sys.setswitchinterval(switch_s)
                     for load in LOADS:
                         samples: list[float] = []
                         for _ in range(num_steps):
                             samples += _measure_step(prefiller, transport, next(transfers), target.rank, load)
-                        _add(records, samples, load=load, switch_s=switch_s, cores=where, rep=rep)
+                        arm = {"load": load, "switch_s": switch_s, "cores": where, "is_default": switch_s == default_s}
+                        _add(records, samples, writer="pure Python", **arm, rep=rep)
         _move_threads(cores)
         prefiller.half.shutdown()
 

@@ -1,0 +1,172 @@
+"""The table of figures with their bars: what is asked, what was measured, whether it is met. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from benchmarks import costs
+from benchmarks import summary as s
+
+HOOK_US = {"pure Python": 10.0, "native": 2.0}
+POSTED_US = {"pure Python": 400.0, "native": 80.0}
+MIN_THROUGHPUT = 0.95
+MIN_LAYER_MIB = 4
+MAX_EXPOSED = 0.25
+MAX_ADDED_RATIO = 0.5
+MAX_ADDED_S, MAX_ADDED_SHARE = 0.020, 0.01
+MAX_IDLE_CORES = 0.03
+MAX_GROWTH = 1.2
+"""Linear, with room for what caches of the CPU do."""
+
+LONGEST = 8000
+OUR_SERVERS = ("our prefiller", "our decoder")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line. `is_met` is None where no bar was set."""
+
+    figure: str
+    bar: str
+    value: str
+    is_met: bool | None
+
+
+def rows(records: Sequence[s.Record]) -> list[Row]:
+    """Only what the records hold."""
+    return [
+        *_hook(records),
+        *_posted(records),
+        *_throughput(records),
+        *_exposed(records),
+        *_first_token(records),
+        *_idle(records),
+        *_growth(records),
+        *_profile(records),
+    ]
+
+
+def table(records: Sequence[s.Record]) -> list[str]:
+    """Markdown, empty without rows."""
+    found = rows(records)
+    if not found:
+        return []
+    met = {True: "yes", False: "**no**", None: "–"}
+    lines = ["| figure | bar | value: median (least … greatest), n | met |", "|---|---|---|---|"]
+    lines += [f"| {row.figure} | {row.bar} | {row.value} | {met[row.is_met]} |" for row in found]
+    return ["\n".join(lines)]
+
+
+def _hook(records: Sequence[s.Record]) -> Iterator[Row]:
+    for r in records:
+        if r["kind"] == "micro" and "signal" in r:
+            bar = HOOK_US[r["signal"]]
+            values = s.Spread(r["n"], r["median_ns"] / 1000, r["low_ns"] / 1000, r["high_ns"] / 1000)
+            yield Row(f"{r['what']}", f"≤ {bar:g} µs", f"{_text(values, 2)} µs", values.median <= bar)
+
+
+def _posted(records: Sequence[s.Record]) -> Iterator[Row]:
+    """The bar is for a main thread busy in Python; the other loads are shown beside it."""
+    for p in costs.posted(records):
+        bar = POSTED_US[p.writer] if p.load == "pure Python" and p.is_default else None
+        yield Row(
+            f"signal → posted, {p.writer} writer, main thread {p.load}, {p.cores}, "
+            f"switch interval {1000 * p.switch_s:g} ms",
+            "–" if bar is None else f"p50 ≤ {bar:g} µs",
+            f"p50 {_text(p.p50, 0)} rounds; p99 {p.p99:,.0f}, max {p.greatest:,.0f} µs of {p.n:,}",
+            None if bar is None else p.p50.median <= bar,
+        )
+
+
+def _throughput(records: Sequence[s.Record]) -> Iterator[Row]:
+    for t in costs.throughput(records):
+        has_bar = t.layer_mib >= MIN_LAYER_MIB
+        yield Row(
+            f"writer throughput ÷ raw NIXL WRITE, {t.carrier}, {t.layer_mib} MiB per layer",
+            f"≥ {MIN_THROUGHPUT}" if has_bar else "–",
+            f"{_text(t.ratio, 2)} ({t.ours_mib_per_s.median:,.0f} against {t.raw_mib_per_s.median:,.0f} MiB/s)",
+            t.ratio.median >= MIN_THROUGHPUT if has_bar else None,
+        )
+
+
+def _exposed(records: Sequence[s.Record]) -> Iterator[Row]:
+    found = costs.exposures(records)
+    for e in found:
+        has_bar = e.arm == s.BY_LAYER and e.tokens == max(other.tokens for other in found)
+        yield Row(
+            f"exposed transfer ÷ whole transfer time, {e.tokens:,} tokens, {e.arm}",
+            f"≤ {MAX_EXPOSED}" if has_bar else "–",
+            f"{_text(e.share, 2)}: {e.exposed.median:.1f} of {e.whole.median:.1f} ms",
+            e.share.median <= MAX_EXPOSED if has_bar else None,
+        )
+    for e in found:
+        if e.arm == s.BY_LAYER:
+            yield Row(
+                f"last byte landed → request released, {e.tokens:,} tokens", "–", f"{_text(e.landed, 1)} ms", None
+            )
+
+
+def _first_token(records: Sequence[s.Record]) -> Iterator[Row]:
+    ours = {a.tokens: a for a in s.added(records, s.OURS, s.OURS_PREFILLER)}
+    pull = {a.tokens: a for a in s.added(records, s.PULL, s.PULL_PREFILLER)}
+    shared = s.first_token(records)
+    for tokens, a in ours.items():
+        limit = MAX_ADDED_S + MAX_ADDED_SHARE * shared[tokens, s.OURS_PREFILLER].median
+        milliseconds = s.Spread(a.seconds.n, *(1000 * v for v in (a.seconds.median, a.seconds.low, a.seconds.high)))
+        yield Row(
+            f"added first-token time, {tokens:,} tokens",
+            f"≤ 20 ms + 1 % of the shared time = {1000 * limit:.0f} ms",
+            f"{_text(milliseconds, 1)} ms",
+            a.seconds.median <= limit,
+        )
+        if tokens in pull:
+            other = pull[tokens].seconds
+            ratio = a.seconds.median / other.median if other.median > 0 else float("inf")
+            yield Row(
+                f"the same ÷ NixlConnector's (pull), {tokens:,} tokens",
+                f"≤ {MAX_ADDED_RATIO}",
+                f"{ratio:.2f}: {1000 * a.seconds.median:.1f} against {1000 * other.median:.1f} ms "
+                f"({1000 * other.low:.1f} … {1000 * other.high:.1f}), n={other.n}",
+                ratio <= MAX_ADDED_RATIO,
+            )
+
+
+def _idle(records: Sequence[s.Record]) -> Iterator[Row]:
+    for arm, cores in s.idle(records).items():
+        is_ours = arm in OUR_SERVERS
+        yield Row(
+            f"CPU while idle, {arm}",
+            f"≤ {MAX_IDLE_CORES} core" if is_ours else "–",
+            f"{_text(cores, 3)} core",
+            cores.median <= MAX_IDLE_CORES if is_ours else None,
+        )
+
+
+def _growth(records: Sequence[s.Record]) -> Iterator[Row]:
+    for g in costs.growths(records):
+        first, last = min(g.cells), max(g.cells)
+        yield Row(
+            f"{g.what}, for each {g.unit}, from {first:,} to {last:,}",
+            f"linear or better: ratio ≤ {MAX_GROWTH}",
+            f"{g.ratio:.2f}: {g.cells[first].median:,.0f} → {g.cells[last].median:,.0f} {g.measure}, "
+            f"n={g.cells[last].n}",
+            g.ratio <= MAX_GROWTH,
+        )
+
+
+def _profile(records: Sequence[s.Record]) -> Iterator[Row]:
+    for p in costs.profile(records):
+        if p.thread == "MainThread":
+            of_busy = p.plugin / p.busy if p.busy else 0.0
+            yield Row(
+                f"our share of the main thread's time, {p.process}",
+                "–",
+                f"{100 * p.plugin:.2f} % of all its time, {100 * of_busy:.2f} % of the {100 * p.busy:.0f} % it ran "
+                f"(py-spy, {p.samples:,} samples)",
+                None,
+            )
+
+
+def _text(v: s.Spread, digits: int) -> str:
+    return f"{v.median:,.{digits}f} ({v.low:,.{digits}f} … {v.high:,.{digits}f}), n={v.n}"

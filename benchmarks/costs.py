@@ -1,0 +1,173 @@
+"""Raw records of single transfers and operations to figures. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.summary import Record, Spread, percentile, spread, usable
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """From a layer's hook to its write posted, in microseconds. `p50` is spread over rounds.
+
+    Attributes:
+        is_default: the switch interval is the one that our worker sets.
+    """
+
+    writer: str
+    load: str
+    switch_s: float
+    cores: str
+    is_default: bool
+    p50: Spread
+    p99: float
+    greatest: float
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Our writer against raw writes of the same pages; `ratio` is within rounds, over 1 when ours was faster."""
+
+    carrier: str
+    layer_mib: int
+    ratio: Spread
+    ours_mib_per_s: Spread
+    raw_mib_per_s: Spread
+
+
+@dataclass(frozen=True, slots=True)
+class Exposure:
+    """How much of a transfer the request waits for, in milliseconds.
+
+    Attributes:
+        exposed: from the end of the last layer's compute until the decoder releases the request.
+        whole: all time during which pages are under way: from the post of a write until the writer sees its end, writes
+            that overlap counted once, and from the end of the last one until the release.
+        share: exposed ÷ whole.
+        span_share: exposed ÷ the time from the first write's post until the release, compute between them included.
+        landed: from the end of the last write, when its bytes are at the decoder, until the release.
+    """
+
+    arm: str
+    tokens: int
+    exposed: Spread
+    whole: Spread
+    share: Spread
+    span_share: Spread
+    landed: Spread
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """The cost of one unit at each size, and what it has grown to at the largest one."""
+
+    what: str
+    unit: str
+    measure: str
+    cells: Mapping[int, Spread]
+
+    @property
+    def ratio(self) -> float:
+        """Cost of a unit at the largest size ÷ at the smallest one."""
+        return self.cells[max(self.cells)].median / self.cells[min(self.cells)].median
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Of a thread's time: `busy` of all samples it ran, `plugin` of all samples with a frame of this plugin."""
+
+    process: str
+    thread: str
+    busy: float
+    plugin: float
+    samples: int
+
+
+def posted(records: Iterable[Record]) -> list[Posted]:
+    arms: dict[tuple[str, str, float, str, bool], list[list[float]]] = {}
+    for r in records:
+        if r["kind"] == "posted":
+            arm = (r["writer"], r["load"], r["switch_s"], r["cores"], r["is_default"])
+            arms.setdefault(arm, []).append(r["samples_us"])
+    found: list[Posted] = []
+    for arm, rounds in arms.items():
+        samples = [sample for one in rounds for sample in one]
+        p50 = Spread(len(rounds), percentile(samples, 0.5), *_range(percentile(one, 0.5) for one in rounds))
+        found.append(Posted(*arm, p50, percentile(samples, 0.99), max(samples), len(samples)))
+    return found
+
+
+def throughput(records: Iterable[Record]) -> list[Throughput]:
+    cells: dict[tuple[str, int], list[Record]] = {}
+    for r in records:
+        if r["kind"] == "throughput":
+            cells.setdefault((r["carrier"], r["layer_mib"]), []).append(r)
+    return [
+        Throughput(
+            carrier,
+            mib,
+            spread([r["raw"] / r["ours"] for r in rows]),
+            spread([mib * r["layers"] / r["ours"] for r in rows]),
+            spread([mib * r["layers"] / r["raw"] for r in rows]),
+        )
+        for (carrier, mib), rows in sorted(cells.items())
+    ]
+
+
+def exposures(records: Iterable[Record]) -> list[Exposure]:
+    cells: dict[tuple[int, str], list[Sequence[Mapping[str, Any]]]] = {}
+    for r in usable(records, "transfer"):
+        cells.setdefault((r["tokens"], r["arm"]), []).append(r["moments"])
+    found: list[Exposure] = []
+    for (tokens, arm), transfers in sorted(cells.items()):
+        rows = [_exposure(moments) for moments in transfers]
+        exposed, whole, span, landed = (list(column) for column in zip(*rows, strict=True))
+        shares = [a / b for a, b in zip(exposed, whole, strict=True)]
+        span_shares = [a / b for a, b in zip(exposed, span, strict=True)]
+        found.append(
+            Exposure(arm, tokens, spread(exposed), spread(whole), spread(shares), spread(span_shares), spread(landed))
+        )
+    return found
+
+
+def growths(records: Iterable[Record]) -> list[Growth]:
+    found: dict[str, Growth] = {}
+    for r in records:
+        if r["kind"] == "growth":
+            old = found.get(r["what"])
+            cells = {**(old.cells if old else {}), r["size"]: spread(r["each"])}
+            found[r["what"]] = Growth(r["what"], r["unit"], r["in"], dict(sorted(cells.items())))
+    return list(found.values())
+
+
+def profile(records: Iterable[Record]) -> list[Share]:
+    return [
+        Share(r["process"], r["thread"], r["busy"] / r["samples"], r["plugin"] / r["samples"], r["samples"])
+        for r in records
+        if r["kind"] == "profile"
+    ]
+
+
+def _exposure(moments: Sequence[Mapping[str, Any]]) -> tuple[float, float, float, float]:
+    """Milliseconds of one transfer: exposed, whole, span, landed."""
+    times: dict[str, list[float]] = {}
+    for moment in moments:
+        times.setdefault(moment["moment"], []).append(moment["at_ns"] / 1e6)
+    released, last_done = max(times["released"]), max(times["write_done"])
+    # Writes of one sender end in the order in which they were posted, or at least none ends before it was posted.
+    flights = zip(sorted(times["write_posted"]), sorted(times["write_done"]), strict=True)
+    under_way, until = 0.0, 0.0
+    for begin, end in flights:
+        under_way += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    whole = under_way + released - last_done
+    return released - max(times["layer_computed"]), whole, released - min(times["write_posted"]), released - last_done
+
+
+def _range(values: Iterable[float]) -> tuple[float, float]:
+    ordered = sorted(values)
+    return ordered[0], ordered[-1]

@@ -1,0 +1,179 @@
+"""The benchmarks' arithmetic for single transfers and operations, and which bars are met."""
+
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks import bars, costs, report
+from benchmarks.profile import shares
+from benchmarks.summary import BY_LAYER, NOT_BY_LAYER, OURS, OURS_PREFILLER, PULL, PULL_PREFILLER, Spread
+from benchmarks.transfers import collect
+
+
+def moment(name: str, at_ms: float) -> dict[str, Any]:
+    return {"moment": name, "at_ns": round(at_ms * 1e6)}
+
+
+def transfer(arm: str, moments: list[tuple[str, float]], *, tokens: int = 8000, disturbed: bool = False) -> Any:
+    return {
+        "kind": "transfer",
+        "arm": arm,
+        "tokens": tokens,
+        "disturbed": disturbed,
+        "moments": [moment(*m) for m in moments],
+    }
+
+
+LAYERED = [
+    ("reserved", 0),
+    ("layer_computed", 100),
+    ("write_posted", 101),
+    ("write_done", 111),
+    ("layer_computed", 200),
+    ("write_posted", 201),
+    ("write_done", 206),
+    ("complete", 208),
+    ("released", 210),
+]
+
+
+class TestExposure:
+    def test_it_counts_from_the_last_layer_and_against_the_time_pages_were_under_way(self) -> None:
+        (e,) = costs.exposures([transfer(BY_LAYER, LAYERED)])
+        assert e.exposed.median == 10.0
+        assert e.whole.median == 10 + 5 + 4  # two flights, and from the last one's end to the release
+        assert e.share.median == pytest.approx(10 / 19)
+        assert e.span_share.median == pytest.approx(10 / 109)
+        assert e.landed.median == 4.0
+
+    def test_writes_that_overlap_are_counted_once(self) -> None:
+        together = [
+            ("layer_computed", 0),
+            ("write_posted", 0),
+            ("write_posted", 5),
+            ("write_done", 10),
+            ("write_done", 12),
+            ("released", 12),
+        ]
+        (e,) = costs.exposures([transfer(NOT_BY_LAYER, together)])
+        assert e.whole.median == 12.0
+        assert e.share.median == 1.0
+
+    def test_a_write_whose_end_was_never_seen_is_an_error(self) -> None:
+        with pytest.raises(ValueError, match="zip"):
+            costs.exposures([transfer(BY_LAYER, [m for m in LAYERED if m != ("write_done", 206)])])
+
+    def test_timelines_of_several_files_make_whole_transfers_in_the_order_of_their_begin(self) -> None:
+        lines = [
+            json.dumps({"transfer": name, "moment": m, "at_ns": at, **fields})
+            for name, m, at, fields in (
+                ("b", "released", 90, {}),
+                ("b", "reserved", 50, {"tokens": 7}),
+                ("a", "reserved", 10, {"tokens": 5}),
+                ("a", "write_posted", 30, {"seq": 0, "rank": 3}),
+                ("c", "write_posted", 40, {}),  # its reservation is not in these files
+            )
+        ]
+        assert collect(lines) == [
+            (5, [{"moment": "reserved", "at_ns": 0}, {"moment": "write_posted", "at_ns": 20, "seq": 0}]),
+            (7, [{"moment": "reserved", "at_ns": 0}, {"moment": "released", "at_ns": 40}]),
+        ]
+
+
+class TestPosted:
+    def test_rounds_spread_the_median_and_all_samples_give_the_tail(self) -> None:
+        rounds = [[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]]
+        arm = {"writer": "pure Python", "load": "idle", "switch_s": 0.005, "cores": "one core", "is_default": True}
+        (p,) = costs.posted([{"kind": "posted", **arm, "rep": i, "samples_us": s} for i, s in enumerate(rounds)])
+        assert (p.p50.n, p.p50.low, p.p50.high) == (2, 2.0, 20.0)
+        assert (p.p99, p.greatest, p.n) == (30.0, 30.0, 6)
+
+
+class TestGrowth:
+    def test_the_ratio_is_of_one_unit_at_the_ends(self) -> None:
+        cells = [(256, [10.0]), (1, [8.0, 9.0, 7.0]), (16, [50.0])]
+        records = [{"kind": "growth", "what": "x", "unit": "peer", "in": "B", "size": n, "each": v} for n, v in cells]
+        (g,) = costs.growths(records)
+        assert list(g.cells) == [1, 16, 256]
+        assert g.ratio == 10 / 8
+        (row,) = bars.rows(records)
+        assert row.is_met is False
+        assert "| peers | 1 | 16 | 256 | last ÷ first |" in report.markdown(records)
+
+
+class TestProfile:
+    LINES = (
+        'process 1: "vllm";thread (0xA): "MainThread";run (vllm/worker.py);hook (vllm_pd_connector/engine/a.py) 3',
+        'process 1: "vllm";thread (0xA): "MainThread";run (vllm/worker.py) 17',
+        'process 1: "vllm";thread (0xB): "pd-messenger";turn (vllm_pd_connector/engine/messenger.py) 5',
+    )
+
+    def test_samples_are_the_threads_and_those_with_a_frame_of_ours(self) -> None:
+        assert shares(self.LINES) == {"MainThread": (20, 3), "pd-messenger": (5, 5)}
+
+    def test_only_the_main_thread_is_in_the_table(self) -> None:
+        records = [
+            {"kind": "profile", "process": "p", "thread": thread, "busy": busy, "plugin": ours, "samples": 100}
+            for thread, (busy, ours) in shares(self.LINES).items()
+        ]
+        (row,) = bars.rows(records)
+        assert "3.00 % of all its time, 15.00 % of the 20 % it ran" in row.value
+
+
+def asked(arm: str, s: float, *, session: str, rep: int = 0, tokens: int = 1000) -> Any:
+    place = {"arm": arm, "tokens": tokens, "session": session, "rep": rep}
+    return {"kind": "ttft", "s": s, "disturbed": False, **place}
+
+
+class TestBars:
+    @pytest.mark.parametrize(("ours_adds", "is_short", "is_half"), [(0.021, True, True), (0.031, False, False)])
+    def test_first_token_bars(self, ours_adds: float, is_short: bool, is_half: bool) -> None:
+        records = [
+            asked(OURS_PREFILLER, 0.2, session="a"),
+            asked(OURS, 0.2 + ours_adds, session="a"),
+            asked(PULL_PREFILLER, 0.5, session="b"),
+            asked(PULL, 0.56, session="b"),
+        ]
+        limit, ratio = bars.rows(records)
+        assert limit.bar == "≤ 20 ms + 1 % of the shared time = 22 ms"
+        assert (limit.is_met, ratio.is_met) == (is_short, is_half)
+
+    def test_a_bar_that_is_missed_is_seen_in_the_table(self) -> None:
+        records = [{"kind": "idle", "arm": "our decoder", "cores": 0.04}, {"kind": "idle", "arm": "x", "cores": 1.0}]
+        ours, other = bars.rows(records)
+        assert (ours.is_met, other.is_met) == (False, None)
+        assert "| **no** |" in "\n".join(bars.table(records))
+
+    def test_small_layers_have_no_throughput_bar(self) -> None:
+        rounds = [{"kind": "throughput", "carrier": "tcp", "layers": 4, "raw": 1.0, "ours": 2.0}]
+        small, large = bars.rows([{**r, "layer_mib": mib} for r in rounds for mib in (1, 4)])
+        assert (small.is_met, large.is_met) == (None, False)
+        assert costs.throughput([{**rounds[0], "layer_mib": 4}])[0].ours_mib_per_s == Spread(1, 8.0, 8.0, 8.0)
+
+    def test_the_hook_is_measured_against_the_bar_of_its_signal(self) -> None:
+        hook = {"kind": "micro", "n": 1, "low_ns": 3000, "high_ns": 3000, "median_ns": 3000}
+        records = [{**hook, "what": name, "signal": name} for name in ("pure Python", "native")]
+        assert [row.is_met for row in bars.rows([*records, {**hook, "what": "plan"}])] == [True, False]
+
+    def test_the_layer_wise_bar_is_for_the_longest_prompt(self) -> None:
+        records = [transfer(arm, LAYERED, tokens=t) for arm in (BY_LAYER, NOT_BY_LAYER) for t in (200, 8000)]
+        marked = [row.figure for row in bars.rows(records) if row.is_met is not None]
+        assert marked == [f"exposed transfer ÷ whole transfer time, 8,000 tokens, {BY_LAYER}"]
+
+
+class TestPage:
+    RECORDS = ({"kind": "idle", "arm": "our decoder", "cores": 0.01},)
+
+    def test_only_what_stands_between_the_marks_is_replaced(self) -> None:
+        text = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
+        page = report.page(text, self.RECORDS, "benchmarks/results/x")
+        assert page.startswith("before\n")
+        assert page.endswith("after\n")
+        assert "old" not in page
+        assert "| CPU while idle, our decoder |" in page
+        assert report.page(page, self.RECORDS, "benchmarks/results/x") == page
+
+    def test_a_page_without_marks_is_not_overwritten(self) -> None:
+        with pytest.raises(ValueError, match="lacks"):
+            report.page("nothing", self.RECORDS, "x")
