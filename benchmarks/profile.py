@@ -19,6 +19,9 @@ from benchmarks.records import RecordFile
 from vllm_pd_connector.testing.process_group import session_members
 
 RATE_HZ = 100
+MAX_STACKS = 150
+"""The most frequent stacks of each process are kept."""
+
 PLUGIN = "vllm_pd_connector/"
 KINDS = {"VLLM::Worker": "worker", "VLLM::EngineCore": "engine"}
 """What vLLM calls its processes."""
@@ -52,7 +55,9 @@ def measure(
             _, errors = process.communicate(timeout=seconds + 60)
             if process.returncode:
                 raise RuntimeError(f"py-spy of {name}: {errors.decode(errors='replace')[-300:]}")
-            for thread, (busy, ours) in shares(file.read_text().splitlines()).items():
+            lines = file.read_text().splitlines()
+            file.write_text("\n".join(sorted(lines, key=_count, reverse=True)[:MAX_STACKS]) + "\n")
+            for thread, (busy, ours) in shares(lines).items():
                 records.add(
                     "profile",
                     process=name,
@@ -68,18 +73,21 @@ def shares(lines: Iterable[str]) -> dict[str, tuple[int, int]]:
     """Samples of each thread in which it ran, and those of them with a frame of this plugin, by the thread's name.
 
     Args:
-        lines: "frame;frame;... samples", outermost first; the first frame names the thread, or the process above it.
+        lines: "thread (id): name;frame;frame;... samples", outermost frame first.
     """
     busy: Counter[str] = Counter()
     plugin: Counter[str] = Counter()
     for line in lines:
         stack, _, count = line.rpartition(" ")
-        frames = stack.split(";")
-        thread = next((frame for frame in frames if frame.startswith("thread (")), "thread (?)")
-        name = thread.rpartition(": ")[2].strip('"') if ": " in thread else "unnamed"
+        thread, *frames = stack.split(";")
+        name = thread.partition(": ")[2] or "unnamed"
         busy[name] += int(count)
         plugin[name] += int(count) if any(PLUGIN in frame for frame in frames) else 0
     return {name: (num, plugin[name]) for name, num in busy.items()}
+
+
+def _count(line: str) -> int:
+    return int(line.rpartition(" ")[2])
 
 
 @contextmanager

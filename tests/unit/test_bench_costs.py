@@ -104,9 +104,9 @@ class TestGrowth:
 
 class TestProfile:
     LINES = (
-        'process 1: "vllm";thread (0xA): "MainThread";run (vllm/worker.py);hook (vllm_pd_connector/engine/a.py) 3',
-        'process 1: "vllm";thread (0xA): "MainThread";run (vllm/worker.py) 17',
-        'process 1: "vllm";thread (0xB): "pd-messenger";turn (vllm_pd_connector/engine/messenger.py) 5',
+        "thread (7): MainThread;run (vllm/worker.py);hook (vllm_pd_connector/engine/a.py) 3",
+        "thread (7): MainThread;run (vllm/worker.py) 17",
+        "thread (8): pd-messenger;turn (vllm_pd_connector/engine/messenger.py) 5",
     )
 
     def test_samples_are_the_threads_and_those_with_a_frame_of_ours(self) -> None:
