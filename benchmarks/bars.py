@@ -83,7 +83,7 @@ def _throughput(records: Sequence[s.Record]) -> Iterator[Row]:
     for t in costs.throughput(records):
         has_bar = t.layer_mib >= MIN_LAYER_MIB
         yield Row(
-            f"writer throughput ÷ raw NIXL WRITE, {t.carrier}, {t.layer_mib} MiB per layer",
+            f"throughput of the {t.writer} writer ÷ raw NIXL WRITE, {t.carrier}, {t.layer_mib} MiB per layer",
             f"≥ {MIN_THROUGHPUT}" if has_bar else "–",
             f"{_text(t.ratio, 2)} ({t.ours_mib_per_s.median:,.0f} against {t.raw_mib_per_s.median:,.0f} MiB/s)",
             t.ratio.median >= MIN_THROUGHPUT if has_bar else None,

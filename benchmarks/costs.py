@@ -32,6 +32,7 @@ class Posted:
 class Throughput:
     """Our writer against raw writes of the same pages; `ratio` is within rounds, over 1 when ours was faster."""
 
+    writer: str
     carrier: str
     layer_mib: int
     ratio: Spread
@@ -102,19 +103,20 @@ def posted(records: Iterable[Record]) -> list[Posted]:
 
 
 def throughput(records: Iterable[Record]) -> list[Throughput]:
-    cells: dict[tuple[str, int], list[Record]] = {}
+    cells: dict[tuple[str, str, int], list[Record]] = {}
     for r in records:
         if r["kind"] == "throughput":
-            cells.setdefault((r["carrier"], r["layer_mib"]), []).append(r)
+            cells.setdefault((r["writer"], r["carrier"], r["layer_mib"]), []).append(r)
     return [
         Throughput(
+            writer,
             carrier,
             mib,
             spread([r["raw"] / r["ours"] for r in rows]),
             spread([mib * r["layers"] / r["ours"] for r in rows]),
             spread([mib * r["layers"] / r["raw"] for r in rows]),
         )
-        for (carrier, mib), rows in sorted(cells.items())
+        for (writer, carrier, mib), rows in sorted(cells.items())
     ]
 
 

@@ -22,12 +22,19 @@ from vllm_pd_connector.config import parse
 from vllm_pd_connector.engine.messenger import Messenger
 from vllm_pd_connector.engine.step import BeginTransfer, CloseTransfer, StepMetadata
 from vllm_pd_connector.engine.worker_half import WorkerHalf
+from vllm_pd_connector.kernels import native
 from vllm_pd_connector.plan.extent import Span
 from vllm_pd_connector.plan.write import ChunkWrite, GroupWrite
 from vllm_pd_connector.plugin import MODULE, NAME, register
 from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.wire.messages import DecoderRank, Reservation
 from vllm_pd_connector.wire.version import PROTOCOL_VERSION
+
+WRITERS: dict[str, Mapping[str, Any]] = {
+    "pure Python": {},
+    **({"native": {"native_posting": True}} if native.is_built() else {}),
+}
+"""Whoever posts in this installation, and the configuration that chooses it."""
 
 BLOCK_TOKENS = 16
 MAX_TOKENS = 1 << 18
@@ -163,4 +170,6 @@ def worker_half(
         open_messenger=messenger,
     )
     half.register(dict(zip(names(num_layers), kv, strict=True)))
+    if extra.get("native_posting") and half._native.arming is None:
+        raise RuntimeError("native posting does not work here; the log says why")
     return Worker(half, names(num_layers), kv)

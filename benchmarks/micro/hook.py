@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from benchmarks.micro.engine import Worker, worker_half
+from benchmarks.micro.engine import WRITERS, Worker, worker_half
 from benchmarks.micro.timing import clock_ns, per_call, summarise
 from vllm_pd_connector.engine.step import StepMetadata
 from vllm_pd_connector.testing.buffers import KvBuffer
-from vllm_pd_connector.transport.memory import MemoryFabric, MemoryTransport
+from vllm_pd_connector.transport.nixl import NixlTransport
 from vllm_pd_connector.wire.messages import DecoderRank
 
 NUM_LAYERS = 8
@@ -23,12 +23,10 @@ NUM_STEPS = 200
 LAYER_S = 0.002  # a layer of the small test model takes milliseconds; the messenger has long fallen asleep
 BLOCKS = list(range(1, NUM_PAGES + 1))
 TRANSFER = "0123456789abcdef" * 2
-SIGNALS: dict[str, Mapping[str, Any]] = {"pure Python": {}}
-"""Name of each way to signal a layer that this installation has, and the configuration that chooses it."""
 
 
 def measure() -> list[dict[str, Any]]:
-    return [record for name, extra in SIGNALS.items() for record in _measure(name, extra)]
+    return [record for name, extra in WRITERS.items() for record in _measure(name, extra)]
 
 
 def _measure(signal: str, extra: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -50,19 +48,19 @@ def _measure(signal: str, extra: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _workers(extra: Mapping[str, Any]) -> Iterator[tuple[Worker, DecoderRank, MemoryTransport]]:
-    """A prefiller's worker, and memory it can write to, over the in-memory transport."""
-    fabric = MemoryFabric()
-    source, target = MemoryTransport(fabric, "source"), MemoryTransport(fabric, "target")
+def _workers(extra: Mapping[str, Any]) -> Iterator[tuple[Worker, DecoderRank, NixlTransport]]:
+    """A prefiller's worker, and memory of this process that it can write to over NIXL."""
+    source, target = NixlTransport("hook-source"), NixlTransport("hook-target")
     kv = KvBuffer(num_layers=NUM_LAYERS, num_blocks=NUM_PAGES + 1, page_bytes=PAGE_BYTES)
     target.register(kv.table)
     worker = worker_half(
         "kv_producer", extra, source, num_layers=NUM_LAYERS, num_blocks=NUM_PAGES + 1, page_bytes=PAGE_BYTES
     )
     try:
-        yield worker, DecoderRank(descriptor=base64.b64encode(b"target").decode(), pages=kv.table), target
+        yield worker, DecoderRank(descriptor=base64.b64encode(target.descriptor()).decode(), pages=kv.table), target
     finally:
         worker.half.shutdown()
+        target.close()
 
 
 def _steps(worker: Worker, orders: StepMetadata, pause_s: float = LAYER_S) -> list[float]:

@@ -7,6 +7,7 @@ thread sleeps, works in numpy, or works in pure Python and holds the GIL as much
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -16,10 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.micro.engine import Worker, worker_half
+from benchmarks.micro.engine import WRITERS, Worker, worker_half
 from benchmarks.micro.target import running
 from benchmarks.records import RecordFile
 from vllm_pd_connector.engine.step import StepMetadata
+from vllm_pd_connector.kernels.poller import Trigger
 from vllm_pd_connector.plan.write import BoundWrite
 from vllm_pd_connector.transport.nixl import NixlLane, NixlTransport, NixlWrite
 
@@ -31,7 +33,7 @@ ROUNDS = 3
 SWITCH_S = {0.005, 0.0001}
 """Python's own default switch interval, and a short one; the one that our worker sets is measured as well."""
 
-EXTRA = {"min_write_bytes": 1}
+EXTRA: dict[str, Any] = {"min_write_bytes": 1}
 """Every layer wakes the writer, however small."""
 
 
@@ -41,14 +43,29 @@ class StampedTransport(NixlTransport):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.posted: dict[int, int] = {}
+        self.armed: list[tuple[int, NixlWrite]] = []
 
     def post_write(self, lane: NixlLane, write: BoundWrite, note: bytes) -> NixlWrite:
         handle = super().post_write(lane, write, note)
         now = time.monotonic_ns()
-        assert self._pages is not None
-        for layer in set((write.src_pieces // self._pages.num_blocks).tolist()):
+        for layer in self._layers(write):
             self.posted.setdefault(layer, now)
         return handle
+
+    def arm_write(self, lane: NixlLane, write: BoundWrite, note: bytes, trigger: Trigger) -> NixlWrite:
+        handle = super().arm_write(lane, write, note, trigger)
+        self.armed += [(layer, handle) for layer in self._layers(write)]
+        return handle
+
+    def take(self) -> dict[int, int]:
+        """Monotonic ns at which each layer's post had returned, since the last call."""
+        posted = {**self.posted, **{layer: self.moments(handle)[1] for layer, handle in self.armed}}
+        self.posted, self.armed = {}, []
+        return posted
+
+    def _layers(self, write: BoundWrite) -> list[int]:
+        assert self._pages is not None
+        return sorted(set((write.src_pieces // self._pages.num_blocks).tolist()))
 
 
 def _idle(end_ns: int) -> None:
@@ -74,7 +91,6 @@ LOADS: dict[str, Callable[[int], None]] = {"idle": _idle, "numpy": _numpy, "pure
 def _measure_step(prefiller: Worker, transport: StampedTransport, transfer: str, target: Any, load: str) -> list[float]:
     """Microseconds from each layer's hook to its write posted, in one forward pass."""
     blocks = list(range(1, NUM_PAGES + 1))
-    transport.posted = {}
     bumped: dict[int, int] = {}
     work = LOADS[load]
 
@@ -89,35 +105,40 @@ def _measure_step(prefiller: Worker, transport: StampedTransport, transfer: str,
     )
     prefiller.step(orders, compute, bump)
     prefiller.close(transfer)
-    return [(transport.posted[layer] - at) / 1000 for layer, at in bumped.items()]
+    posted = transport.take()
+    return [(posted[layer] - at) / 1000 for layer, at in bumped.items()]
 
 
 def measure(records: RecordFile, num_steps: int) -> None:
-    """Rounds of every arm in turn: switch interval, load of the main thread, and whether the threads share a core."""
+    """Rounds of every arm in turn: writer, switch interval, load of the main thread, whether threads share a core."""
     cores = sorted(os.sched_getaffinity(0))
-    transport = StampedTransport(f"latency-{os.getpid()}")
-    with running(
-        num_layers=NUM_LAYERS, num_blocks=NUM_PAGES + 1, page_bytes=PAGE_BYTES, pause_s=0.0005, cores=cores[-1:]
-    ) as target:
-        prefiller = worker_half(
-            "kv_producer", EXTRA, transport, num_layers=NUM_LAYERS, num_blocks=NUM_PAGES + 1, page_bytes=PAGE_BYTES
-        )
-        transfers = (f"{number:032x}" for number in range(1 << 30))
-        _measure_step(prefiller, transport, next(transfers), target.rank, "idle")  # connects
+    size = {"num_layers": NUM_LAYERS, "num_blocks": NUM_PAGES + 1, "page_bytes": PAGE_BYTES}
+    transfers = (f"{number:032x}" for number in range(1 << 30))
+    with running(**size, pause_s=0.0005, cores=cores[-1:]) as target:
+        sides: dict[str, tuple[Worker, StampedTransport]] = {}
+        for writer, extra in WRITERS.items():
+            transport = StampedTransport(f"latency-{os.getpid()}")
+            sides[writer] = (worker_half("kv_producer", {**EXTRA, **extra}, transport, **size), transport)
+            _measure_step(*sides[writer], next(transfers), target.rank, "idle")  # connects
         default_s = round(sys.getswitchinterval(), 6)
-        for rep in range(ROUNDS):
-            for where, own in (("two cores", cores), ("one core", cores[:1])):
-                _move_threads(own)
-                for switch_s in sorted({*SWITCH_S, default_s}):
-                    sys.setswitchinterval(switch_s)
-                    for load in LOADS:
-                        samples: list[float] = []
-                        for _ in range(num_steps):
-                            samples += _measure_step(prefiller, transport, next(transfers), target.rank, load)
-                        arm = {"load": load, "switch_s": switch_s, "cores": where, "is_default": switch_s == default_s}
-                        _add(records, samples, writer="pure Python", **arm, rep=rep)
+        arms = itertools.product(
+            range(ROUNDS),
+            (("two cores", cores), ("one core", cores[:1])),
+            sorted({*SWITCH_S, default_s}),
+            LOADS,
+            sides,
+        )
+        for rep, (where, own), switch_s, load, writer in arms:
+            _move_threads(own)
+            sys.setswitchinterval(switch_s)
+            samples: list[float] = []
+            for _ in range(num_steps):
+                samples += _measure_step(*sides[writer], next(transfers), target.rank, load)
+            arm = {"writer": writer, "load": load, "switch_s": switch_s, "cores": where}
+            _add(records, samples, **arm, is_default=switch_s == default_s, rep=rep)
         _move_threads(cores)
-        prefiller.half.shutdown()
+        for worker, _ in sides.values():
+            worker.half.shutdown()
 
 
 def _add(records: RecordFile, samples: Sequence[float], **arm: Any) -> None:

@@ -13,14 +13,15 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from nixl._api import nixl_agent, nixl_agent_config
 
-from benchmarks.micro.engine import Worker, worker_half
+from benchmarks.micro.engine import WRITERS, Worker, worker_half
 from benchmarks.micro.target import running
 from benchmarks.records import RecordFile
 from vllm_pd_connector.engine.step import StepMetadata
@@ -76,8 +77,9 @@ def _rows(table: PageTable) -> list[tuple[int, int, int]]:
     ]
 
 
-def _write_ours(prefiller: Worker, target: DecoderRank, transfer: str, blocks: list[int]) -> float:
+def _write_ours(prefiller: Worker, target: DecoderRank, transfers: Iterator[str], blocks: list[int]) -> float:
     """Seconds from the first layer's hook until the writer has seen its last write end."""
+    transfer = next(transfers)
     half = prefiller.half
     begin = StepMetadata(begins=[prefiller.begin(transfer, target, blocks)])
     half.start_step(begin)
@@ -95,34 +97,32 @@ def _write_ours(prefiller: Worker, target: DecoderRank, transfer: str, blocks: l
 
 
 def measure(records: RecordFile, reps: int) -> None:
-    """Each size in turn: our writer and the raw one in changing order, after a round to warm up."""
+    """Each size in turn: our writers and the raw one in changing order, after a round to warm up."""
     own, *others = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {own})
     carrier = os.environ.get("UCX_TLS", "shared memory")
-    transport = NixlTransport(f"throughput-{os.getpid()}")
-    with running(
-        num_layers=NUM_LAYERS, num_blocks=NUM_BLOCKS, page_bytes=PAGE_BYTES, pause_s=0.0, cores=others or [own]
-    ) as target:
-        prefiller = worker_half(
-            "kv_producer", {}, transport, num_layers=NUM_LAYERS, num_blocks=NUM_BLOCKS, page_bytes=PAGE_BYTES
-        )
-        raw = RawWriter(prefiller.half.handshake().pages, target.rank)
-        transfers = (f"{number:032x}" for number in range(1 << 30))
+    size = {"num_layers": NUM_LAYERS, "num_blocks": NUM_BLOCKS, "page_bytes": PAGE_BYTES}
+    transfers = (f"{number:032x}" for number in range(1 << 30))
+    with running(**size, pause_s=0.0, cores=others or [own]) as target:
+        workers = {
+            writer: worker_half("kv_producer", extra, NixlTransport(f"throughput-{os.getpid()}"), **size)
+            for writer, extra in WRITERS.items()
+        }
+        raw = RawWriter(workers["pure Python"].half.handshake().pages, target.rank)
         for mib in LAYER_MIB:
             blocks = random.Random(mib).sample(range(1, NUM_BLOCKS), mib * (1 << 20) // PAGE_BYTES)
-            arms: dict[str, Callable[[], float]] = {
-                "ours": lambda blocks=blocks: _write_ours(prefiller, target.rank, next(transfers), blocks),
-                "raw": lambda blocks=blocks: raw.write(blocks),
-            }
+            arms: dict[str, Callable[[], float]] = {"raw": partial(raw.write, blocks)}
+            for writer, worker in workers.items():
+                arms[writer] = partial(_write_ours, worker, target.rank, transfers, blocks)
             for rep in range(-1, reps):
-                order = list(arms) if rep % 2 else list(arms)[::-1]
-                seconds = {arm: arms[arm]() for arm in order}
-                if rep >= 0:
-                    records.add("throughput", carrier=carrier, layer_mib=mib, layers=NUM_LAYERS, rep=rep, **seconds)
-            print(
-                f"  {carrier}, {mib} MiB a layer: ours {seconds['ours']:.4f} s, raw {seconds['raw']:.4f} s", flush=True
-            )
-        prefiller.half.shutdown()
+                turn = rep % len(arms)  # another arm begins each time
+                seconds = {arm: arms[arm]() for arm in [*list(arms)[turn:], *list(arms)[:turn]]}
+                for writer in workers if rep >= 0 else ():
+                    arm = {"carrier": carrier, "layer_mib": mib, "layers": NUM_LAYERS, "writer": writer, "rep": rep}
+                    records.add("throughput", **arm, ours=seconds[writer], raw=seconds["raw"])
+            print(f"  {carrier}, {mib} MiB a layer, s: {seconds}", flush=True)
+        for worker in workers.values():
+            worker.half.shutdown()
 
 
 def main() -> int:

@@ -146,7 +146,7 @@ class TestBars:
         assert "| **no** |" in "\n".join(bars.table(records))
 
     def test_small_layers_have_no_throughput_bar(self) -> None:
-        rounds = [{"kind": "throughput", "carrier": "tcp", "layers": 4, "raw": 1.0, "ours": 2.0}]
+        rounds = [{"kind": "throughput", "writer": "native", "carrier": "tcp", "layers": 4, "raw": 1.0, "ours": 2.0}]
         small, large = bars.rows([{**r, "layer_mib": mib} for r in rounds for mib in (1, 4)])
         assert (small.is_met, large.is_met) == (None, False)
         assert costs.throughput([{**rounds[0], "layer_mib": 4}])[0].ours_mib_per_s == Spread(1, 8.0, 8.0, 8.0)
