@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import base64
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 from benchmarks.micro.engine import WRITERS, Worker, worker_half
+from benchmarks.micro.target import running
 from benchmarks.micro.timing import clock_ns, per_call, summarise
 from vllm_pd_connector.engine.step import StepMetadata
-from vllm_pd_connector.testing.buffers import KvBuffer
 from vllm_pd_connector.transport.nixl import NixlTransport
 from vllm_pd_connector.wire.messages import DecoderRank
 
@@ -22,45 +22,46 @@ PAGE_BYTES = 32_768
 NUM_STEPS = 200
 LAYER_S = 0.002  # a layer of the small test model takes milliseconds; the messenger has long fallen asleep
 BLOCKS = list(range(1, NUM_PAGES + 1))
+POSTING = "64 pages of each layer are posted"
 TRANSFER = "0123456789abcdef" * 2
 
 
 def measure() -> list[dict[str, Any]]:
-    return [record for name, extra in WRITERS.items() for record in _measure(name, extra)]
+    """Records of each writer that this installation has; the memory it writes to is another process's."""
+    cores = sorted(os.sched_getaffinity(0))
+    size = {"num_layers": NUM_LAYERS, "num_blocks": NUM_PAGES + 1, "page_bytes": PAGE_BYTES}
+    with running(**size, pause_s=0.0005, cores=cores[:1]) as target:
+        return [record for name, extra in WRITERS.items() for record in _measure(name, extra, target.rank, size)]
 
 
-def _measure(signal: str, extra: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _measure(
+    writer: str, extra: Mapping[str, Any], target: DecoderRank, size: Mapping[str, int]
+) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
-    with _workers(extra) as (worker, target, _):
-        call = partial(worker.half.layer_done, worker.names[3])
-        records.append(per_call("no transfer in the step", call, calls=10_000, repeats=30))
+    with _worker(extra, size) as worker:
+        hook = partial(worker.half.layer_done, worker.names[3])
+        records.append(per_call("no transfer in the step", hook, calls=10_000, repeats=30))
         orders = StepMetadata(writes=[worker.write(TRANSFER, BLOCKS, BLOCKS)])  # of a transfer that nobody began
-        records.append(summarise("waking an idle messenger", _steps(worker, orders)))
-    with _workers({**extra, "min_write_bytes": 1 << 40}) as (worker, target, _):
-        records.append(summarise("too few bytes to wake the messenger", _steps(worker, orders, pause_s=0.0)))
-    with _workers(extra) as (worker, target, arrived):
+        records.append(summarise("nobody has anything to post", _steps(worker, orders)))
+    with _worker({**extra, "min_write_bytes": 1 << 40}, size) as worker:
+        records.append(summarise("too few bytes to wake anybody", _steps(worker, orders, pause_s=0.0)))
+    with _worker(extra, size) as worker:
         worker.half.start_step(StepMetadata(begins=[worker.begin(TRANSFER, target, BLOCKS)]))
-        records.append(summarise("messenger posts 64 pages of each layer", _steps(worker, orders)))
+        records.append({**summarise(POSTING, _steps(worker, orders)), "signal": writer})
         worker.close(TRANSFER)
-        if (posted := len(arrived.notifications())) < NUM_STEPS * NUM_LAYERS * 0.9:
+        posted = (worker.half.take_stats() or {"counters": {}})["counters"].get("writes", 0)
+        if posted < NUM_STEPS * NUM_LAYERS * 0.9:
             raise RuntimeError(f"{posted} writes for {NUM_STEPS * NUM_LAYERS} layers: this measured something else")
-    return [{**record, "what": f"layer hook, {signal}, {record['what']}", "signal": signal} for record in records]
+    return [{**record, "what": f"layer hook, {writer} writer, {record['what']}"} for record in records]
 
 
 @contextmanager
-def _workers(extra: Mapping[str, Any]) -> Iterator[tuple[Worker, DecoderRank, NixlTransport]]:
-    """A prefiller's worker, and memory of this process that it can write to over NIXL."""
-    source, target = NixlTransport("hook-source"), NixlTransport("hook-target")
-    kv = KvBuffer(num_layers=NUM_LAYERS, num_blocks=NUM_PAGES + 1, page_bytes=PAGE_BYTES)
-    target.register(kv.table)
-    worker = worker_half(
-        "kv_producer", extra, source, num_layers=NUM_LAYERS, num_blocks=NUM_PAGES + 1, page_bytes=PAGE_BYTES
-    )
+def _worker(extra: Mapping[str, Any], size: Mapping[str, int]) -> Iterator[Worker]:
+    worker = worker_half("kv_producer", extra, NixlTransport(f"hook-{os.getpid()}"), **size)
     try:
-        yield worker, DecoderRank(descriptor=base64.b64encode(target.descriptor()).decode(), pages=kv.table), target
+        yield worker
     finally:
         worker.half.shutdown()
-        target.close()
 
 
 def _steps(worker: Worker, orders: StepMetadata, pause_s: float = LAYER_S) -> list[float]:
