@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from benchmarks import report
-from benchmarks.machine import commit, fingerprint
+from benchmarks.machine import Patience, commit, fingerprint
 from benchmarks.records import RecordFile, read_records
 from benchmarks.sessions import SESSIONS, Plan, results_directory
 from vllm_pd_connector.testing.models import random_llama
@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs" / "benchmarks.md"
 SESSION_S = 600
 START_S = 180.0
+QUICK_PATIENCE_S = 1.0
 QUICK: dict[str, Any] = {
     "lengths": (200, 1000),
     "reps": 2,
@@ -55,6 +56,7 @@ def main() -> int:
     if not args.summarise:
         extra = {"timeline_dir": str(args.timeline)} if args.timeline else {}
         quick = QUICK if args.quick else {}
+        Patience.seconds = QUICK_PATIENCE_S if args.quick else Patience.seconds
         plan = Plan(records=records, model=str(random_llama()), only=args.only, ours_extra=extra, **quick)
         for name in args.sessions.split(","):
             if args.only is None or args.only in SESSIONS[name].serves:

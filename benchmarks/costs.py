@@ -46,19 +46,21 @@ class Exposure:
 
     Attributes:
         exposed: from the end of the last layer's compute until the decoder releases the request.
-        whole: all time during which pages are under way: from the post of a write until the writer sees its end, writes
-            that overlap counted once, and from the end of the last one until the release.
+        under_way: the exposed time, and before it all time from the post of a write until the writer sees its end;
+            writes that overlap are counted once.
+        whole: from the first write's post until the release, compute between the writes included.
         share: exposed ÷ whole.
-        span_share: exposed ÷ the time from the first write's post until the release, compute between them included.
+        busy_share: exposed ÷ under way.
         landed: from the end of the last write, when its bytes are at the decoder, until the release.
     """
 
     arm: str
     tokens: int
     exposed: Spread
+    under_way: Spread
     whole: Spread
     share: Spread
-    span_share: Spread
+    busy_share: Spread
     landed: Spread
 
 
@@ -126,12 +128,11 @@ def exposures(records: Iterable[Record]) -> list[Exposure]:
         cells.setdefault((r["tokens"], r["arm"]), []).append(r["moments"])
     found: list[Exposure] = []
     for (tokens, arm), transfers in sorted(cells.items()):
-        rows = [_exposure(moments) for moments in transfers]
-        exposed, whole, span, landed = (list(column) for column in zip(*rows, strict=True))
-        shares = [a / b for a, b in zip(exposed, whole, strict=True)]
-        span_shares = [a / b for a, b in zip(exposed, span, strict=True)]
+        exposed, under_way, whole, landed = zip(*[_exposure(moments) for moments in transfers], strict=True)
+        share = spread([a / b for a, b in zip(exposed, whole, strict=True)])
+        busy_share = spread([a / b for a, b in zip(exposed, under_way, strict=True)])
         found.append(
-            Exposure(arm, tokens, spread(exposed), spread(whole), spread(shares), spread(span_shares), spread(landed))
+            Exposure(arm, tokens, spread(exposed), spread(under_way), spread(whole), share, busy_share, spread(landed))
         )
     return found
 
@@ -155,19 +156,19 @@ def profile(records: Iterable[Record]) -> list[Share]:
 
 
 def _exposure(moments: Sequence[Mapping[str, Any]]) -> tuple[float, float, float, float]:
-    """Milliseconds of one transfer: exposed, whole, span, landed."""
+    """Milliseconds of one transfer: exposed, under way, whole, landed."""
     times: dict[str, list[float]] = {}
     for moment in moments:
         times.setdefault(moment["moment"], []).append(moment["at_ns"] / 1e6)
-    released, last_done = max(times["released"]), max(times["write_done"])
-    # Writes of one sender end in the order in which they were posted, or at least none ends before it was posted.
-    flights = zip(sorted(times["write_posted"]), sorted(times["write_done"]), strict=True)
+    computed, released = max(times["layer_computed"]), max(times["released"])
+    # Sorted, because writes need not end in the order in which they were posted; the union is the same.
+    flights = list(zip(sorted(times["write_posted"]), sorted(times["write_done"]), strict=True))
     under_way, until = 0.0, 0.0
-    for begin, end in flights:
+    for begin, end in sorted([*flights, (computed, released)]):
         under_way += max(0.0, end - max(begin, until))
         until = max(until, end)
-    whole = under_way + released - last_done
-    return released - max(times["layer_computed"]), whole, released - min(times["write_posted"]), released - last_done
+    whole = released - min(computed, flights[0][0])
+    return released - computed, under_way, whole, released - flights[-1][1]
 
 
 def _range(values: Iterable[float]) -> tuple[float, float]:

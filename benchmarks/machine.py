@@ -70,9 +70,15 @@ class ForeignCpu:
         return max(0.0, (busy1 - busy0) / max(t1 - t0, 1e-9))
 
 
-def wait_calm(leaders: Sequence[int], patience_s: float = 30.0) -> bool:
-    """Whether others left the CPU alone for half a second, waiting for it up to `patience_s` seconds."""
-    deadline = time.monotonic() + patience_s
+class Patience:
+    """How long `wait_calm` waits: seconds, for all that follows in this process."""
+
+    seconds = 30.0
+
+
+def wait_calm(leaders: Sequence[int]) -> bool:
+    """Whether others left the CPU alone for half a second, waiting for it with `Patience`."""
+    deadline = time.monotonic() + Patience.seconds
     while time.monotonic() < deadline:
         foreign = ForeignCpu(leaders)
         time.sleep(0.5)

@@ -42,23 +42,28 @@ class TestExposure:
     def test_it_counts_from_the_last_layer_and_against_the_time_pages_were_under_way(self) -> None:
         (e,) = costs.exposures([transfer(BY_LAYER, LAYERED)])
         assert e.exposed.median == 10.0
-        assert e.whole.median == 10 + 5 + 4  # two flights, and from the last one's end to the release
-        assert e.share.median == pytest.approx(10 / 19)
-        assert e.span_share.median == pytest.approx(10 / 109)
+        assert e.whole.median == 109.0
+        assert e.under_way.median == 10 + 10  # the first flight, and what is exposed: the second one is part of it
+        assert e.share.median == pytest.approx(10 / 109)
+        assert e.busy_share.median == 0.5
         assert e.landed.median == 4.0
 
     def test_writes_that_overlap_are_counted_once(self) -> None:
         together = [
-            ("layer_computed", 0),
             ("write_posted", 0),
             ("write_posted", 5),
             ("write_done", 10),
             ("write_done", 12),
-            ("released", 12),
+            ("layer_computed", 20),
+            ("released", 25),
         ]
         (e,) = costs.exposures([transfer(NOT_BY_LAYER, together)])
-        assert e.whole.median == 12.0
-        assert e.share.median == 1.0
+        assert e.under_way.median == 12 + 5
+
+    def test_a_transfer_that_begins_after_the_last_layer_is_wholly_exposed(self) -> None:
+        late = [("layer_computed", 0), ("write_posted", 3), ("write_done", 10), ("released", 12)]
+        (e,) = costs.exposures([transfer(NOT_BY_LAYER, late)])
+        assert (e.share.median, e.busy_share.median) == (1.0, 1.0)
 
     def test_a_write_whose_end_was_never_seen_is_an_error(self) -> None:
         with pytest.raises(ValueError, match="zip"):
@@ -159,7 +164,10 @@ class TestBars:
     def test_the_layer_wise_bar_is_for_the_longest_prompt(self) -> None:
         records = [transfer(arm, LAYERED, tokens=t) for arm in (BY_LAYER, NOT_BY_LAYER) for t in (200, 8000)]
         marked = [row.figure for row in bars.rows(records) if row.is_met is not None]
-        assert marked == [f"exposed transfer ÷ whole transfer time, 8,000 tokens, {BY_LAYER}"]
+        assert marked == [
+            f"exposed transfer ÷ {what}, 8,000 tokens, {BY_LAYER}"
+            for what in ("whole transfer time", "time with pages under way")
+        ]
 
 
 class TestPage:
