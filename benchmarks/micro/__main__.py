@@ -26,8 +26,9 @@ def main() -> int:
     _child("latency", records, "2" if args.quick else "10")
     _child("throughput", records, "3" if args.quick else "15")
     _child("throughput", records, "3" if args.quick else "15", UCX_TLS="tcp")
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # as a pinned server: all threads share the core
-    for record in [*hook.measure(), *plan.measure(), *layouts.measure()]:
+    hooks = hook.measure()
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    for record in [*hooks, *plan.measure(), *layouts.measure()]:
         spread = f"{record['low_ns']:,} … {record['high_ns']:,}"
         print(f"  {record['what']}: {record['median_ns']:,} ns ({spread}, n={record['n']})", flush=True)
         records.add("micro", **record)

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from benchmarks.micro.engine import WRITERS, Worker, worker_half
 from benchmarks.micro.target import running
 from benchmarks.micro.timing import clock_ns, per_call, summarise
@@ -21,6 +23,7 @@ NUM_PAGES = 64
 PAGE_BYTES = 32_768
 NUM_STEPS = 200
 LAYER_S = 0.002  # a layer of the small test model takes milliseconds; the messenger has long fallen asleep
+ROWS = np.ones((128, 128), dtype=np.float32)
 BLOCKS = list(range(1, NUM_PAGES + 1))
 POSTING = "64 pages of each layer are posted"
 TRANSFER = "0123456789abcdef" * 2
@@ -64,13 +67,20 @@ def _worker(extra: Mapping[str, Any], size: Mapping[str, int]) -> Iterator[Worke
         worker.half.shutdown()
 
 
+def _compute(seconds: float) -> None:
+    """What a layer does before its hook: the caches hold other things, and the core is awake."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        ROWS @ ROWS
+
+
 def _steps(worker: Worker, orders: StepMetadata, pause_s: float = LAYER_S) -> list[float]:
     """Nanoseconds of every layer's hook, over many forward passes."""
     overhead, samples = clock_ns(), list[float]()
     for _ in range(NUM_STEPS):
         worker.half.start_step(orders)
         for name in worker.names:
-            time.sleep(pause_s)
+            _compute(pause_s)
             start = time.perf_counter_ns()
             worker.half.layer_done(name)
             samples.append(time.perf_counter_ns() - start - overhead)
