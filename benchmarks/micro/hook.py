@@ -50,11 +50,12 @@ def _measure(
         records.append(summarise("too few bytes to wake anybody", _steps(worker, orders, pause_s=0.0)))
     with _worker(extra, size) as worker:
         worker.half.start_step(StepMetadata(begins=[worker.begin(TRANSFER, target, BLOCKS)]))
-        records.append({**summarise(POSTING, _steps(worker, orders)), "signal": writer})
+        record = summarise(POSTING, _steps(worker, orders))
         worker.close(TRANSFER)
-        posted = (worker.half.take_stats() or {"counters": {}})["counters"].get("writes", 0)
-        if posted < NUM_STEPS * NUM_LAYERS * 0.9:
-            raise RuntimeError(f"{posted} writes for {NUM_STEPS * NUM_LAYERS} layers: this measured something else")
+        counted = (worker.half.take_stats() or {"counters": {}})["counters"]
+        if counted.get("pages_written") != NUM_STEPS * NUM_LAYERS * NUM_PAGES:
+            raise RuntimeError(f"not every page was written, this measured something else: {counted}")
+        records.append({**record, "signal": writer, "writes": counted["writes"]})
     return [{**record, "what": f"layer hook, {writer} writer, {record['what']}"} for record in records]
 
 
