@@ -85,7 +85,13 @@ class Rig:
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
     def add(
-        self, num_tokens: int, *, params: dict[str, Any] | None = None, max_tokens: int = 4, seed: int = 0
+        self,
+        num_tokens: int,
+        *,
+        params: dict[str, Any] | None = None,
+        max_tokens: int = 4,
+        seed: int = 0,
+        salt: str | None = None,
     ) -> Request:
         self.num_added += 1
         request = Request(
@@ -98,6 +104,7 @@ class Rig:
                 extra_args={"kv_transfer_params": params} if params else None,
             ),
             pooling_params=None,
+            cache_salt=salt,
             block_hasher=get_request_block_hasher(BLOCK, sha256),
         )
         self.scheduler.add_request(request)
@@ -116,6 +123,7 @@ class Rig:
         failed: set[str] | None = None,
         sent: set[str] | None = None,
         failures: dict[str, str] | None = None,
+        whole: dict[str, list[int]] | None = None,
     ) -> list[EngineCoreOutput]:
         """The workers' answer to a step; every request past its prompt samples token 7."""
         ids = list(step.tokens)
@@ -125,7 +133,7 @@ class Rig:
             finished_sending=sent,
             finished_recving=received,
             failed_recving=failed or set(),
-            kv_connector_worker_meta=WorkerReport(failures=failures) if failures else None,
+            kv_connector_worker_meta=WorkerReport(failures or {}, whole or {}) if failures or whole else None,
         )
         made = self.scheduler.update_from_output(
             step.output,
@@ -148,11 +156,11 @@ class Rig:
         self.complete(step, **reports)
         return step
 
-    def obey(self, step: Step) -> None:
+    def obey(self, step: Step, **reports: Any) -> None:
         """Complete a step as workers do that hand requests back when they are told to."""
         back = {h.request_id for h in step.orders.hand_backs}
         failed = {h.request_id for h in step.orders.hand_backs if h.failed}
-        self.complete(step, received=back or None, failed=failed)
+        self.complete(step, received=back or None, failed=failed, **reports)
 
     def run_until_done(self, *, limit: int = 60) -> None:
         for _ in range(limit):
@@ -184,6 +192,8 @@ def make_rig(
     max_batched: int = 2048,
     window: int | None = None,
     shape: CacheShape = SHAPE,
+    num_ranks: int = 1,
+    prefix_caching: bool = True,
     **extra: Any,
 ) -> Rig:
     """A scheduler for one role.
@@ -195,12 +205,20 @@ def make_rig(
         max_batched: tokens in one step, so the length of a prefill chunk.
         window: makes the second layer a cache group of its own that reads so many tokens.
         shape: what its worker says.
+        num_ranks: workers that say so.
+        prefix_caching: as vLLM is told.
         extra: the connector's configuration.
     """
     if role == "kv_consumer":
         extra = {"prefillers": [PREFILLER], "min_remote_tokens": BLOCK, **extra}
     config = modelless_config(
-        directory, role=role, block_size=BLOCK, num_blocks=num_blocks, max_batched=max_batched, extra=extra
+        directory,
+        role=role,
+        block_size=BLOCK,
+        num_blocks=num_blocks,
+        max_batched=max_batched,
+        prefix_caching=prefix_caching,
+        extra=extra,
     )
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
     groups = [KVCacheGroupSpec(LAYERS, spec)]
@@ -226,7 +244,7 @@ def make_rig(
     connector._scheduler = half
     half.bind(scheduler.kv_cache_manager)
     worker = handshake(shape=shape)
-    half.greet_workers({(0, 0): worker})
+    half.greet_workers({(0, rank): worker for rank in range(num_ranks)})
     return Rig(scheduler, half, clock, made, worker)
 
 

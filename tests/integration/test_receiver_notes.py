@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from worker_rig import NUM_LAYERS, UNITS_PER_PAGE, A, Cluster, deliver
 
+from vllm_pd_connector.testing.shapes import BLOCK_TOKENS
 from vllm_pd_connector.transport.scripted import ScriptedFault
 from vllm_pd_connector.wire.messages import FailureNote, WriteNote
 
@@ -12,8 +13,8 @@ PAGES = 2 * NUM_LAYERS
 ALL = PAGES * UNITS_PER_PAGE
 
 
-def note(seq: int, units: int) -> WriteNote:
-    return WriteNote(transfer_id=A, sender=0, seq=seq, units=units, pages=1)
+def note(seq: int, units: int, **more: Any) -> WriteNote:
+    return WriteNote(transfer_id=A, sender=0, seq=seq, units=units, pages=1, **more)
 
 
 def test_pages_that_came_before_their_request_was_known_count() -> None:
@@ -124,6 +125,103 @@ def test_a_page_with_other_bytes_spoils_the_transfer() -> None:
     assert "differs" in cluster.d.receiver.failures[0][1]
     assert not cluster.d.receiver.finished
     assert cluster.d.tally.take()["pages_mismatched"] == 1
+
+
+def first_page() -> WriteNote:
+    """A step that was one page long has arrived."""
+    return note(0, ALL // 2, start=0, stop=BLOCK_TOKENS)
+
+
+def second_page() -> WriteNote:
+    return note(1, ALL // 2, start=BLOCK_TOKENS, stop=2 * BLOCK_TOKENS)
+
+
+def handed_back(cluster: Cluster) -> list[tuple[str, int]]:
+    """What the rank says of a transfer that is given up now."""
+    cluster.settle()
+    cluster.hand_back()
+    assert list(cluster.d.receiver.finished) == ["req-a"]  # law 7
+    return list(cluster.d.receiver.whole)
+
+
+def test_a_rank_that_hands_a_request_back_says_how_far_its_pages_had_come() -> None:
+    cluster = Cluster()
+    cluster.expect()
+    deliver(cluster, first_page())
+    deliver(cluster, first_page())
+    assert handed_back(cluster) == [(A, BLOCK_TOKENS)]
+    assert list(cluster.d.receiver.failed) == ["req-a"]
+
+
+def test_pages_behind_one_that_is_missing_do_not_count() -> None:
+    cluster = Cluster()
+    cluster.expect()
+    deliver(cluster, second_page())
+    assert handed_back(cluster) == [(A, 0)]
+
+
+def test_a_rank_that_has_everything_says_so_although_it_has_reported_the_request() -> None:
+    cluster = Cluster()
+    cluster.expect()
+    deliver(cluster, second_page())
+    deliver(cluster, first_page())
+    assert handed_back(cluster) == [(A, 2 * BLOCK_TOKENS)]
+    assert not cluster.d.receiver.failed
+
+
+def test_nothing_is_said_of_a_request_whose_client_left() -> None:
+    cluster = Cluster()
+    cluster.expect()
+    deliver(cluster, first_page())
+    cluster.settle()
+    cluster.hand_back(failed=False)
+    assert not cluster.d.receiver.whole
+
+
+def test_what_arrives_after_a_failure_is_not_kept() -> None:
+    """The source of a write in flight may have been overwritten since."""
+    cluster = Cluster()
+    cluster.expect()
+    deliver(cluster, first_page())
+    cluster.settle()
+    deliver(cluster, FailureNote(transfer_id=A, sender=0, reason="its pages were preempted"))
+    deliver(cluster, second_page())
+    assert handed_back(cluster) == [(A, BLOCK_TOKENS)]
+
+
+def test_nothing_is_kept_of_a_transfer_that_failed_before_it_was_known() -> None:
+    cluster = Cluster()
+    deliver(cluster, FailureNote(transfer_id=A, sender=0, reason="lost"))
+    deliver(cluster, first_page())
+    cluster.settle()
+    cluster.expect()
+    assert handed_back(cluster) == [(A, 0)]
+
+
+@pytest.mark.parametrize("is_failed_before", [False, True])
+def test_nothing_is_kept_of_a_transfer_with_a_wrong_page(is_failed_before: bool) -> None:
+    cluster = Cluster()
+    cluster.expect()
+    deliver(cluster, first_page())
+    if is_failed_before:
+        deliver(cluster, FailureNote(transfer_id=A, sender=0, reason="lost"))
+    deliver(cluster, note(1, 1, digests=bytes(8), layers=[0], blocks=[1], spots=[0], pieces=[[(0, 32)]]))
+    assert handed_back(cluster) == [(A, 0)]
+
+
+def test_nothing_is_kept_of_a_transfer_with_more_pages_than_were_reserved() -> None:
+    cluster = Cluster()
+    cluster.expect()
+    deliver(cluster, first_page())
+    deliver(cluster, note(1, ALL))
+    assert handed_back(cluster) == [(A, 0)]
+
+
+def test_a_prefiller_of_an_earlier_release_names_no_steps() -> None:
+    cluster = Cluster()
+    cluster.expect()
+    deliver(cluster, note(0, ALL // 2))
+    assert handed_back(cluster) == [(A, 0)]
 
 
 GOOD = {"digests": bytes(8), "layers": [0], "blocks": [1], "spots": [0], "pieces": [[(0, 32)]]}

@@ -124,6 +124,50 @@ def test_every_rank_gets_its_heads_and_reports_once(src: CacheGeometry, dst: Cac
     assert [list(rank.writer.sent) for rank in cluster.prefillers] == [["req-a"]] * len(cluster.prefillers)
 
 
+@pytest.mark.parametrize("local_tokens", [0, 8])
+@pytest.mark.parametrize(("src", "dst"), PAIRS.values(), ids=list(PAIRS))
+def test_of_a_transfer_that_breaks_off_every_rank_has_the_tokens_before_the_step_that_lacks_a_layer(
+    src: CacheGeometry, dst: CacheGeometry, local_tokens: int
+) -> None:
+    cluster = Cluster(src=src, dst=dst)
+    wanted = wanted_span(num_tokens=TOKENS, local_tokens=local_tokens)
+    table = [9, 3, 1, 7, 5, 2][: -(-TOKENS // src.block_size)]
+    blocks = [13, 2, 8, 4, 11, 6][: len(wanted.pages(dst.block_size))]
+    for rank in cluster.prefillers:
+        fill(rank, [table])
+    cluster.expect(spans=[wanted])
+    cluster.begin(blocks=blocks, local_tokens=local_tokens)
+    first = Span(local_tokens, 16)
+    for signal in cluster.start_chunks(step_of(first, wanted, cluster, table, blocks)):
+        signal.finish()
+    for signal in cluster.start_chunks(step_of(Span(16, TOKENS), wanted, cluster, table, blocks)):
+        signal.bump(0)
+    cluster.settle()
+    cluster.hand_back()
+    for rank in cluster.decoders:
+        assert list(rank.receiver.whole) == [(A, 16)]
+        kept = [blocks[: len(first.pages(dst.block_size))]]
+        for block in set(blocks) - set(kept[0]):
+            for layer in range(len(cluster.groups)):
+                rank.kv.page(layer, block)[:] = 0
+        check(rank, [first], kept)
+
+
+def step_of(span: Span, wanted: Span, cluster: Cluster, table: list[int], blocks: list[int]) -> ChunkWrite:
+    """What a step that computes these tokens has to write."""
+    first = wanted.pages(cluster.dst.block_size).start
+    return ChunkWrite(
+        transfer_id=A,
+        groups=(
+            GroupWrite(
+                span=span,
+                src_blocks=tuple(table[p] for p in span.pages(cluster.src.block_size)),
+                dst_blocks=tuple(blocks[p - first] for p in span.pages(cluster.dst.block_size)),
+            ),
+        ),
+    )
+
+
 def test_replicas_that_nobody_needs_report_and_go_quiet_all_the_same() -> None:
     """With one wanted page only one of four ranks that hold the same head has anything to send."""
     cluster = Cluster(src=geometry(4, heads=1), dst=geometry(1, heads=1))
@@ -162,6 +206,8 @@ def test_stages_of_a_pipeline_send_the_layers_they_own() -> None:
     send(cluster, spans, [table], [blocks], 8)
     check(cluster.d, spans, [blocks])
     assert list(cluster.d.receiver.finished) == ["req-a"]
+    cluster.hand_back()
+    assert list(cluster.d.receiver.whole) == [(A, TOKENS)]
     assert [rank.rank.number for rank in cluster.prefillers] == [0, 1, 2, 3]
 
 
@@ -179,6 +225,8 @@ def test_window_groups_move_only_what_will_be_read() -> None:
     send(cluster, spans, tables, blocks, 8)
     check(cluster.d, spans, blocks)
     assert list(cluster.d.receiver.finished) == ["req-a"]
+    cluster.hand_back()
+    assert list(cluster.d.receiver.whole) == [(A, 0)]  # the steps of the groups differ
     written = sum(rank.tally.take()["bytes_written"] for rank in cluster.prefillers)
     assert written == 16 * 4 * (24 + 2 * 8)  # 6 granules of one layer, 2 of two
 

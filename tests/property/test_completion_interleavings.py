@@ -6,6 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from vllm_pd_connector.ids import TransferId
 from vllm_pd_connector.lifecycle.completion import Arrival, CompletionTable
+from vllm_pd_connector.plan.extent import Span
 
 TRANSFERS = [TransferId(letter * 32) for letter in "abc"]
 Note = tuple[int, int, int]
@@ -34,6 +35,54 @@ def test_a_transfer_completes_exactly_once_with_its_last_distinct_note(units: li
         assert completed == (not was_complete and is_known and seen == set(notes))
     assert completions == 1
     assert table.arrived(TRANSFERS[0]) == sum(units)
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 3)), min_size=1, max_size=5), st.integers(0, 7), st.data())
+def test_what_is_whole_ends_where_the_first_note_is_missing(
+    steps: list[tuple[int, int]], start: int, data: st.DataObject
+) -> None:
+    """Steps of some tokens; what each token is made of is spread over notes of two senders; any of them may be lost."""
+    units_per_token = 3
+    notes: list[tuple[int, int, int, Span]] = []
+    at, seqs = start, [0, 0]
+    for length, num_notes in steps:
+        span = Span(at, at + length)
+        parts = [1] * (num_notes - 1) + [units_per_token - num_notes + 1]
+        for part in parts:
+            sender = data.draw(st.integers(0, 1))
+            notes.append((sender, seqs[sender], part * length, span))
+            seqs[sender] += 1
+        at += length
+    arrived = data.draw(st.lists(st.sampled_from(notes), max_size=3 * len(notes)))
+    arrived += notes if data.draw(st.booleans()) else []
+    known_after = data.draw(st.integers(0, len(arrived)))
+    table = CompletionTable(max_parked=4)
+    for number, (sender, seq, units, span) in enumerate([*arrived, *arrived[:2]]):
+        if number == known_after:
+            table.expect(TRANSFERS[0], units_per_token * (at - start))
+        table.arrive(TRANSFERS[0], sender=sender, seq=seq, units=units, step=span)
+    if known_after >= len(arrived) + len(arrived[:2]):
+        table.expect(TRANSFERS[0], units_per_token * (at - start))
+    missing = [span.start for *_, span in set(notes) - set(arrived)]
+    assert table.whole_stop(TRANSFERS[0], start=start, units_per_token=units_per_token) == min([at, *missing])
+
+
+def test_nothing_is_whole_of_notes_that_name_no_step_or_of_an_unknown_transfer() -> None:
+    table = CompletionTable(max_parked=4)
+    table.arrive(TRANSFERS[0], sender=0, seq=0, units=8, step=Span(0, 4))
+    assert table.whole_stop(TRANSFERS[0], start=0, units_per_token=2) == 0
+    table.expect(TRANSFERS[1], 8)
+    table.arrive(TRANSFERS[1], sender=0, seq=0, units=8)
+    assert table.whole_stop(TRANSFERS[1], start=0, units_per_token=2) == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 9)), max_size=9))
+def test_steps_that_make_no_sense_end_the_search(steps: list[tuple[int, int, int]]) -> None:
+    table = CompletionTable(max_parked=4)
+    table.expect(TRANSFERS[0], 1000)
+    for seq, (start, stop, units) in enumerate(steps):
+        table.arrive(TRANSFERS[0], sender=0, seq=seq, units=units, step=Span(start, stop))
+    assert 0 <= table.whole_stop(TRANSFERS[0], start=0, units_per_token=1) <= 5
 
 
 class Counting(RuleBasedStateMachine):

@@ -22,6 +22,7 @@ from vllm_pd_connector.control.dispatcher import Dispatcher
 from vllm_pd_connector.control.prefiller_client import NotTaken, PrefillerClient, ShuttingDown
 from vllm_pd_connector.engine import fenced_pages, posting, prefill_side, receiver, vllm_compat, worker_half
 from vllm_pd_connector.engine.decode_side import DecodeSide
+from vllm_pd_connector.engine.kept_prefix import KeptPrefix
 from vllm_pd_connector.engine.ledger import Ledger
 from vllm_pd_connector.engine.outgoing import Outgoing
 from vllm_pd_connector.engine.prefill_side import PrefillSide
@@ -31,6 +32,7 @@ from vllm_pd_connector.lifecycle.completion import Arrival, CompletionTable, _co
 from vllm_pd_connector.lifecycle.decode_request import DECODE_TABLE, DecodeCommand, DecodeEvent, DecodeState
 from vllm_pd_connector.lifecycle.fence import FENCE_TABLE, FenceCommand, FenceEvent, FenceState
 from vllm_pd_connector.plan import route as plan_route
+from vllm_pd_connector.testing.simulation.pages import NUM_LAYERS
 from vllm_pd_connector.testing.simulation.run import Run
 from vllm_pd_connector.testing.simulation.scenario import (
     PLAIN,
@@ -44,6 +46,9 @@ from vllm_pd_connector.testing.simulation.scenario import (
     draw,
 )
 from vllm_pd_connector.wire.messages import Quiet
+
+LARGEST_PAGE = 8
+"""Tokens, over all shapes that are drawn."""
 
 Apply = Callable[[ExitStack], None]
 Scenarios = Callable[[int, int], Scenario]
@@ -63,6 +68,15 @@ def reset(seed: int, _: int) -> Scenario:
     """The prefiller's cache is reset in mid-prompt."""
     at = 1.0 + Random(f"reset {seed}").uniform(0.01, 0.1)
     return _small(seed, [None, None], Fault(kind="reset_cache", at=at, target="p0"))
+
+
+def broken_off(seed: int, _: int) -> Scenario:
+    """The prefiller dies in mid-prompt, and messages overtake each other."""
+    at = 1.0 + Random(f"broken off {seed}").uniform(0.02, 0.12)
+    scenario = _small(seed, [None, None], Fault(kind="kill", at=at, target="p0", seconds=1.0))
+    config = {**scenario.config, "min_write_bytes": 1}
+    noise = Noise(slow=0.3, slow_s=0.1, note_lost=0.1)
+    return dataclasses.replace(scenario, num_ranks=2, config=config, noise=noise)
 
 
 def overtaken(seed: int, _: int) -> Scenario:
@@ -170,6 +184,16 @@ def mutant(law: int, name: str, scenarios: Scenarios = draw) -> Callable[[Apply]
 
 def replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
     stack.enter_context(patch.object(owner, name, value))
+
+
+def change_stops(stack: ExitStack, change: Callable[[list[int]], list[int]]) -> None:
+    """Other numbers than the ranks reported decide what is kept of a failed attempt."""
+    real = KeptPrefix.keep
+
+    def keep(self: KeptPrefix, request: Any, transfer_id: str, *, stops: list[int], **rest: Any) -> None:
+        real(self, request, transfer_id, stops=change(stops), **rest)
+
+    replace(stack, KeptPrefix, "keep", keep)
 
 
 @contextmanager
@@ -325,7 +349,12 @@ def _(stack: ExitStack) -> None:
 def _(stack: ExitStack) -> None:
     spans, order = DecodeSide._spans, DecodeSide._order
     replace(stack, DecodeSide, "_spans", lambda self, num_tokens, local_tokens: spans(self, num_tokens, 0))
-    replace(stack, DecodeSide, "_order", lambda self, request, held, local, *rest: order(self, request, held, 0, *rest))
+    replace(
+        stack,
+        DecodeSide,
+        "_order",
+        lambda self, held, *rest: order(self, dataclasses.replace(held, local_tokens=0), *rest),
+    )
 
 
 @mutant(3, "a write goes one block too far")
@@ -414,12 +443,41 @@ def _(stack: ExitStack) -> None:
     replace(stack, posting, "select", select)
 
 
+@mutant(5, "one page more is kept of a failed attempt than has arrived", broken_off)
+def _(stack: ExitStack) -> None:
+    change_stops(stack, lambda stops: [stop + LARGEST_PAGE for stop in stops])
+
+
+@mutant(5, "what one rank has got is kept, whatever the others have", broken_off)
+def _(stack: ExitStack) -> None:
+    change_stops(stack, lambda stops: [max(stops)] * len(stops))
+
+
+@mutant(5, "what has arrived behind a gap is kept", broken_off)
+def _(stack: ExitStack) -> None:
+    def whole_stop(self: CompletionTable, transfer_id: Any, *, start: int, units_per_token: int) -> int:
+        steps = self._counts[transfer_id].steps if transfer_id in self._counts else {}
+        return max([start] + [step.stop for step, units in steps.items() if units == len(step) * units_per_token])
+
+    replace(stack, CompletionTable, "whole_stop", whole_stop)
+
+
+@mutant(5, "a step counts as arrived with its first layer", broken_off)
+def _(stack: ExitStack) -> None:
+    real = CompletionTable.whole_stop
+
+    def whole_stop(self: CompletionTable, transfer_id: Any, *, start: int, units_per_token: int) -> int:
+        return real(self, transfer_id, start=start, units_per_token=units_per_token // NUM_LAYERS)
+
+    replace(stack, CompletionTable, "whole_stop", whole_stop)
+
+
 # Law 6: notes that come twice, early or late
 
 
 @mutant(6, "a note that comes twice is counted twice")
 def _(stack: ExitStack) -> None:
-    def arrive(self: CompletionTable, transfer_id: Any, *, sender: int, seq: int, units: int) -> Arrival:
+    def arrive(self: CompletionTable, transfer_id: Any, *, units: int, **_: Any) -> Arrival:
         if transfer_id in self._forgotten:
             return Arrival.LATE
         count = self._counts.get(transfer_id)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.control.dispatcher import Dispatch, FenceResult
 from vllm_pd_connector.engine import vllm_compat
 from vllm_pd_connector.engine.fenced_pages import FencedPages
+from vllm_pd_connector.engine.held_request import Held
+from vllm_pd_connector.engine.kept_prefix import KeptPrefix
 from vllm_pd_connector.engine.step import ExpectTransfer, HandBack, StepMetadata
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.lifecycle.admission import Admission, Course, Offers, admit
@@ -30,7 +31,7 @@ from vllm_pd_connector.lifecycle.decode_request import (
 from vllm_pd_connector.lifecycle.prefiller import PrefillerState, all_full, choose
 from vllm_pd_connector.lifecycle.table import step
 from vllm_pd_connector.plan.extent import Span, wanted_span
-from vllm_pd_connector.wire.messages import DecoderRank, Reservation
+from vllm_pd_connector.wire.messages import Reservation
 from vllm_pd_connector.wire.transfer_params import parse_params
 from vllm_pd_connector.wire.version import PROTOCOL_VERSION
 
@@ -40,41 +41,11 @@ if TYPE_CHECKING:
 
     from vllm_pd_connector.config import PDConfig
     from vllm_pd_connector.control.dispatcher import Dispatcher
-    from vllm_pd_connector.geometry.cache_geometry import CacheGeometry
+    from vllm_pd_connector.engine.decoder_identity import DecoderIdentity
     from vllm_pd_connector.telemetry.counters import Tally
     from vllm_pd_connector.telemetry.timeline import Timeline
 
 logger = getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderIdentity:
-    """What a reservation says of this decoder. `windows`: tokens each cache group reads, None for all."""
-
-    engine_id: str
-    generation: str
-    model: str
-    geometry: CacheGeometry
-    windows: list[int | None]
-    ranks: list[DecoderRank]
-
-
-@dataclass(slots=True)
-class _Held:
-    """A request whose pages are reserved.
-
-    Attributes:
-        url: the prefiller that works for it, as far as is known.
-        lease_s: what it was given.
-    """
-
-    request_id: str
-    transfer_id: str
-    blocks: list[int]
-    url: str
-    lease_s: float
-    state: DecodeState = DecodeState.DISPATCHED
-    reason: str = ""
 
 
 class DecodeSide:
@@ -103,8 +74,9 @@ class DecodeSide:
         self._timeline = timeline
         self._clock = clock
         self._manager: KVCacheManager | None = None
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, Held] = {}
         self._fenced = FencedPages(config, dispatcher, tally, timeline, clock, self._lifted)
+        self._kept = KeptPrefix(identity, self._fenced, tally, timeline)
         self._deadlines: Deadlines[str] = Deadlines()
         self._courses: dict[str, Course] = {}
         self._offers = Offers()
@@ -114,6 +86,7 @@ class DecodeSide:
     def bind(self, manager: KVCacheManager) -> None:
         self._manager = manager
         self._fenced.bind(manager)
+        self._kept.bind(manager)
 
     def new_request(self, request: Request) -> None:
         """Refuse a request whose parameters are wrong, before it costs anything."""
@@ -171,9 +144,10 @@ class DecodeSide:
             course.ends_at = now + self._config.request_deadline_s
         urls = self._candidates(course, parse_params(request.kv_transfer_params).prefiller)
         wanted = self._wanted_blocks(spans, block_ids)
-        held = _Held(
-            request_id=request.request_id,
+        held = Held(
+            request=request,
             transfer_id=secrets.token_hex(16),
+            local_tokens=local_tokens,
             blocks=[block for blocks in wanted for block in blocks],
             url=urls[0] if urls else "",
             lease_s=course.ends_at - now,
@@ -189,14 +163,17 @@ class DecodeSide:
             )
         )
         vllm_compat.count_as_computed(request, num_remote_tokens)
+        self._kept.count_as_computed(request)
         self._tally.add("retried" if course.tried else "dispatched")
         self._timeline.mark(
             held.transfer_id, "reserved", request=held.request_id, pages=len(held.blocks), tokens=num_remote_tokens
         )
-        self._dispatcher.dispatch(self._order(request, held, local_tokens, wanted, urls))
+        self._dispatcher.dispatch(self._order(held, wanted, urls))
 
     def prefill_here(self, request: Request) -> None:
-        """vLLM is about to run a request that was never held, although a prefiller is configured."""
+        """vLLM is about to run a request that was never held, although a prefiller is configured, or not any more."""
+        self._kept.count_as_computed(request)
+        self._kept.forget(request.request_id)
         course = self._courses.setdefault(request.request_id, Course())
         if course.ends_at is None and not course.is_over and not request.num_output_tokens:
             self._tally.add("prefilled_locally")
@@ -205,6 +182,7 @@ class DecodeSide:
     def finished(self, request: Request) -> None:
         """vLLM has finished a request, whatever the reason."""
         self._courses.pop(request.request_id, None)
+        self._kept.forget(request.request_id)
         for held in [h for h in self._held.values() if h.request_id == request.request_id]:
             if held.state is not DecodeState.RECLAIMING:
                 self._tally.add("aborted")
@@ -214,7 +192,23 @@ class DecodeSide:
         """Every rank has reported a held request, and vLLM is taking it back in this step."""
         for held in [h for h in self._held.values() if h.request_id == request_id]:
             handed_back = failed or held.state is DecodeState.RECLAIMING
+            if failed:
+                self._kept.keep(
+                    held.request,
+                    held.transfer_id,
+                    blocks=held.blocks,
+                    local_tokens=held.local_tokens,
+                    stops=held.stops,
+                )
+            else:
+                self._kept.forget(request_id)
             self._event(held, DecodeEvent.HANDED_BACK if handed_back else DecodeEvent.ARRIVED)
+
+    def partly_arrived(self, stops: dict[str, list[int]]) -> None:
+        """Ranks hand requests back as failed: token after the last that has arrived without a gap, by transfer."""
+        for transfer_id, of_ranks in stops.items():
+            if transfer_id in self._held:
+                self._held[transfer_id].stops += of_ranks
 
     def spoiled(self, transfer_id: str, reason: str) -> None:
         """A worker has seen the transfer fail."""
@@ -306,10 +300,8 @@ class DecodeSide:
     def _num_held_pages(self) -> int:
         return sum(len(held.blocks) for held in self._held.values())
 
-    def _order(
-        self, request: Request, held: _Held, local_tokens: int, blocks: list[list[int]], urls: list[str]
-    ) -> Dispatch:
-        adapter = request.lora_request
+    def _order(self, held: Held, blocks: list[list[int]], urls: list[str]) -> Dispatch:
+        request, adapter = held.request, held.request.lora_request
         body: dict[str, Any] = {
             "model": adapter.lora_name if adapter is not None else self._identity.model,
             "prompt": list(request.prompt_token_ids or ())[:-1],
@@ -328,7 +320,7 @@ class DecodeSide:
             decoder=self._identity.engine_id,
             decoder_generation=self._identity.generation,
             prefiller_generation="",
-            local_tokens=local_tokens,
+            local_tokens=held.local_tokens,
             blocks=blocks,
             lease_s=held.lease_s,
             geometry=self._identity.geometry,
@@ -336,7 +328,7 @@ class DecodeSide:
         )
         return Dispatch(body=body, reservation=reservation, urls=urls)
 
-    def _event(self, held: _Held, event: DecodeEvent, reason: str = "") -> None:
+    def _event(self, held: Held, event: DecodeEvent, reason: str = "") -> None:
         held.state, commands = step(DECODE_TABLE, held.state, event)
         held.reason = reason or held.reason
         for command in commands:
@@ -351,7 +343,7 @@ class DecodeSide:
                 self._orders.forgets.append(held.transfer_id)
                 self._dispatcher.finish(held.transfer_id)
 
-    def _carry_out(self, held: _Held, command: DecodeCommand) -> None:
+    def _carry_out(self, held: Held, command: DecodeCommand) -> None:
         now = self._clock()
         match command:
             case DecodeCommand.ARM_SETTLE:
@@ -370,11 +362,11 @@ class DecodeSide:
             case DecodeCommand.COMPLAIN:
                 logger.error("event=invariant_broken law=7 request=%s not handed back by a worker", held.request_id)
 
-    def _hand_back(self, held: _Held, *, failed: bool) -> None:
+    def _hand_back(self, held: Held, *, failed: bool) -> None:
         order = HandBack(transfer_id=held.transfer_id, request_id=held.request_id, failed=failed)
         self._orders.hand_backs.append(order)
 
-    def _note_failure(self, held: _Held) -> None:
+    def _note_failure(self, held: Held) -> None:
         course = self._courses[held.request_id]
         course.tried.append(held.url)
         course.reason = held.reason

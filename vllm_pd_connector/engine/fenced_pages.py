@@ -93,6 +93,15 @@ class FencedPages:
         # The dispatcher answers in time; this one catches a dispatcher that died.
         self._deadlines.arm(transfer_id, self._clock() + self._config.fence_s + MARGIN_S)
 
+    def release(self, transfer_id: str, blocks: list[int]) -> None:
+        """Give some of the pages back before the others: every write of them is over."""
+        assert self._manager is not None
+        fenced = self._fenced.get(transfer_id)
+        if fenced is not None:
+            released = set(blocks)
+            fenced.blocks = [block for block in fenced.blocks if block not in released]
+            vllm_compat.unpin_blocks(self._manager, blocks)
+
     def answered(self, result: FenceResult) -> None:
         """The writers of a transfer have answered, or have not."""
         fenced = self._fenced.get(result.transfer_id)

@@ -12,6 +12,7 @@ from vllm_pd_connector.engine.links import Link
 from vllm_pd_connector.engine.outgoing import Outgoing
 from vllm_pd_connector.engine.worker_rank import WorkerRank
 from vllm_pd_connector.kernels.poller import Trigger
+from vllm_pd_connector.lifecycle.completion import NO_STEP
 from vllm_pd_connector.plan.write import BoundWrite, Granules, GroupWrite, bind, join, select
 from vllm_pd_connector.telemetry.counters import Tally
 from vllm_pd_connector.telemetry.timeline import Timeline
@@ -127,12 +128,15 @@ class Posting:
         if not parts:
             return
         bound = join(parts)
+        step = write.groups[0].span if len(write.groups) == 1 else NO_STEP
         note = WriteNote(
             transfer_id=outgoing.transfer_id,
             sender=self._sender,
             seq=outgoing.next_seq(),
             units=bound.units,
             pages=bound.num_pages,
+            start=step.start,
+            stop=step.stop,
             **(signature(self._transport, bound, route, self._pages, pages) if self._verify else {}),
         )
         if trigger is None:

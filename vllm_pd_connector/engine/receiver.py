@@ -9,8 +9,9 @@ from vllm_pd_connector.engine.step import ExpectTransfer, HandBack
 from vllm_pd_connector.engine.worker_rank import WorkerRank
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.ids import TransferId
-from vllm_pd_connector.lifecycle.completion import Arrival, CompletionTable
+from vllm_pd_connector.lifecycle.completion import NO_STEP, Arrival, CompletionTable
 from vllm_pd_connector.plan.expectation import expected_units
+from vllm_pd_connector.plan.extent import Span
 from vllm_pd_connector.telemetry.counters import Tally
 from vllm_pd_connector.telemetry.timeline import Timeline
 from vllm_pd_connector.transport.base import Transport
@@ -22,15 +23,29 @@ logger = getLogger(__name__)
 
 @dataclass(slots=True)
 class _Incoming:
-    """A transfer this rank was told of. `is_reported`: vLLM has been given its one report (law 7)."""
+    """A transfer this rank was told of.
+
+    Attributes:
+        span: its tokens; empty when there are several cache groups, of which nothing is kept.
+        is_reported: vLLM has been given its one report (law 7).
+        whole_stop: what had arrived without a gap when it was spoiled; None before.
+    """
 
     request_id: str
+    span: Span
     is_reported: bool = False
-    is_spoiled: bool = False
+    whole_stop: int | None = None
+
+    @property
+    def is_spoiled(self) -> bool:
+        return self.whole_stop is not None
 
 
 class Receiver:
-    """owned by: the messenger thread; `finished`, `failed` and `failures` are emptied by the model thread.
+    """owned by: the messenger thread; its queues are emptied by the model thread.
+
+    `whole` has (transfer id, token after the last that arrived without a gap) of each that is handed back as failed,
+    before the request is in `finished`.
 
     Args:
         transport: the rank's endpoint.
@@ -63,6 +78,7 @@ class Receiver:
         self.finished: deque[str] = deque()
         self.failed: deque[str] = deque()
         self.failures: deque[tuple[str, str]] = deque()
+        self.whole: deque[tuple[str, int]] = deque()
 
     @property
     def is_busy(self) -> bool:
@@ -71,7 +87,8 @@ class Receiver:
     def expect(self, order: ExpectTransfer) -> None:
         """Count a transfer from now on; it may be complete at once."""
         units = expected_units(order.spans, layers=self._layers_of_groups, num_heads=self._num_heads)
-        self._incoming[order.transfer_id] = _Incoming(order.request_id)
+        span = order.spans[0] if len(order.spans) == 1 else NO_STEP
+        self._incoming[order.transfer_id] = _Incoming(order.request_id, span)
         if reason := self._spoiled_early.pop(order.transfer_id, None):
             self._spoil(order.transfer_id, reason)
         self._conclude(order.transfer_id, self._counts.expect(TransferId(order.transfer_id), units))
@@ -79,7 +96,11 @@ class Receiver:
     def hand_back(self, order: HandBack) -> None:
         """Report a request that will not be completed, unless this rank has reported it already."""
         incoming = self._incoming.get(order.transfer_id)
-        if incoming is None or incoming.is_reported:
+        if incoming is None:
+            return
+        if order.failed:
+            self.whole.append((order.transfer_id, self._whole_stop(order.transfer_id, incoming)))
+        if incoming.is_reported:
             return
         incoming.is_reported = True
         if order.failed:
@@ -109,7 +130,13 @@ class Receiver:
     def _count(self, note: WriteNote) -> None:
         if note.digests:
             self._verify(note)
-        arrival = self._counts.arrive(TransferId(note.transfer_id), sender=note.sender, seq=note.seq, units=note.units)
+        arrival = self._counts.arrive(
+            TransferId(note.transfer_id),
+            sender=note.sender,
+            seq=note.seq,
+            units=note.units,
+            step=Span(note.start, note.stop),
+        )
         if arrival is Arrival.LATE or arrival is Arrival.DUPLICATE:
             self._tally.add("notes_late" if arrival is Arrival.LATE else "notes_duplicate")
             return
@@ -123,7 +150,7 @@ class Receiver:
             self._report_complete(transfer_id)
         elif arrival is Arrival.EXCESS:
             self._tally.add("notes_refused")
-            self._spoil(transfer_id, "the prefiller reports more pages than were reserved")
+            self._spoil(transfer_id, "the prefiller reports more pages than were reserved", is_trusted=False)
         elif arrival is Arrival.OVERFLOW:
             logger.warning("event=parked_overflow rank=%d limit=max_parked", self._rank)
 
@@ -141,24 +168,40 @@ class Receiver:
             return
         self._spoil(note.transfer_id, f"prefiller rank {note.sender}: {note.reason}")
 
-    def _spoil(self, transfer_id: str, reason: str) -> None:
-        """The pages cannot be trusted or will never be complete; the scheduler half decides what follows."""
+    def _whole_stop(self, transfer_id: str, incoming: _Incoming) -> int:
+        """Token after the last one that has arrived without a gap, and that nobody writes any more."""
+        if incoming.whole_stop is not None:
+            return incoming.whole_stop
+        units = self._num_heads * sum(self._layers_of_groups)
+        stop = self._counts.whole_stop(TransferId(transfer_id), start=incoming.span.start, units_per_token=units)
+        return min(stop, incoming.span.stop)
+
+    def _spoil(self, transfer_id: str, reason: str, *, is_trusted: bool = True) -> None:
+        """The pages will never be complete, or cannot be trusted; the scheduler half decides what follows.
+
+        What is said to arrive afterwards is not kept: a write whose source is overwritten is announced as failed
+        before it is announced as over.
+        """
         incoming = self._incoming.get(transfer_id)
         if incoming is None:
             self._spoiled_early[transfer_id] = reason
             while len(self._spoiled_early) > self._max_parked:
                 self._spoiled_early.popitem(last=False)
-        elif not incoming.is_spoiled:
-            incoming.is_spoiled = True
+            return
+        if not incoming.is_spoiled:
+            incoming.whole_stop = self._whole_stop(transfer_id, incoming)
             self.failures.append((transfer_id, reason))
+        if not is_trusted:
+            incoming.whole_stop = 0
 
     def _verify(self, note: WriteNote) -> None:
         try:
             results = compare(self._transport, note, self._pages)
         except ProtocolError as error:
-            self._spoil(note.transfer_id, str(error))
+            self._spoil(note.transfer_id, str(error), is_trusted=False)
             return
         for layer, block, is_equal in results:
             self._tally.add("pages_verified" if is_equal else "pages_mismatched")
             if not is_equal:
-                self._spoil(note.transfer_id, f"page (layer {layer}, block {block}) differs from the prefiller's")
+                reason = f"page (layer {layer}, block {block}) differs from the prefiller's"
+                self._spoil(note.transfer_id, reason, is_trusted=False)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_pd_connector.control.dispatcher import Dispatcher
 from vllm_pd_connector.control.keys import load_key
 from vllm_pd_connector.engine import vllm_cache, vllm_compat
-from vllm_pd_connector.engine.decode_side import DecoderIdentity, DecodeSide
+from vllm_pd_connector.engine.decode_side import DecodeSide
+from vllm_pd_connector.engine.decoder_identity import DecoderIdentity
 from vllm_pd_connector.engine.prefill_side import PrefillSide
 from vllm_pd_connector.engine.step import RankHandshake, StepMetadata, WorkerReport
 from vllm_pd_connector.telemetry.counters import Tally
@@ -164,6 +165,8 @@ class SchedulerHalf:
                 for side in (self._decode, self._prefill):
                     if side is not None:
                         side.spoiled(transfer_id, reason)
+            if self._decode is not None:
+                self._decode.partly_arrived(report.whole)
         failed = output.failed_recving or set()
         if self._decode is not None:
             for request_id in output.finished_recving or ():

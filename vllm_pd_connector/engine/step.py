@@ -77,13 +77,23 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Transfers a rank has seen fail, with the reason. Merged over ranks."""
+    """What ranks have seen of transfers that fail. Merged over ranks.
+
+    Attributes:
+        failures: the reason.
+        whole: of those handed back, the token after the last that arrived without a gap: a number from each rank.
+    """
 
     failures: dict[str, str] = field(default_factory=dict)
+    whole: dict[str, list[int]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         assert isinstance(other, WorkerReport)
-        return WorkerReport(failures={**other.failures, **self.failures})
+        transfers = {**self.whole, **other.whole}
+        return WorkerReport(
+            failures={**other.failures, **self.failures},
+            whole={t: self.whole.get(t, []) + other.whole.get(t, []) for t in transfers},
+        )
 
 
 @dataclass

@@ -65,6 +65,21 @@ def unpin_blocks(manager: KVCacheManager, block_ids: Sequence[int]) -> None:
     pool.free_blocks([pool.blocks[i] for i in block_ids])
 
 
+def cache_prefix(manager: KVCacheManager, request: Request, num_tokens: int) -> None:
+    """Enter a request's leading full blocks in the prefix cache, as vLLM does when a load has failed behind them."""
+    manager.cache_blocks(request, num_tokens)
+
+
+def is_cached(manager: KVCacheManager, block_id: int) -> bool:
+    """Whether other requests may find a block by its tokens."""
+    return manager.block_pool.blocks[block_id].block_hash is not None
+
+
+def has_one_group(manager: KVCacheManager) -> bool:
+    """Whether all layers, those whose pages do not move among them, share one block table."""
+    return len(manager.kv_cache_config.kv_cache_groups) == 1
+
+
 def count_blocks(manager: KVCacheManager) -> tuple[int, int]:
     """(blocks of the pool without the null block, how many of them are free)."""
     pool = manager.block_pool
@@ -88,6 +103,11 @@ def count_as_computed(request: Request, num_tokens: int) -> None:
     stats = request.prefill_stats
     if stats is not None and stats.num_cached_tokens >= num_tokens:
         stats.num_cached_tokens -= num_tokens
+
+
+def num_found_here(request: Request) -> int:
+    """Leading tokens its last lookup found in the local prefix cache."""
+    return request.prefill_stats.num_local_cached_tokens if request.prefill_stats is not None else 0
 
 
 def fail_request(request: Request, reason: str) -> None:

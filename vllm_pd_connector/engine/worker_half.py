@@ -12,7 +12,7 @@ import time
 from collections import deque
 from functools import partial
 from logging import getLogger
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -47,6 +47,8 @@ logger = getLogger(__name__)
 SWITCH_S = 1e-4
 """Seconds after which a thread that computes in Python gives the GIL to one that waits for it. With CPython's 5 ms a
 ready layer waits about 5 ms for the messenger, with this 0.3 ms; who is not waited for pays nothing (ADR 12)."""
+
+T = TypeVar("T")
 
 PREEMPTION_WAIT_S = 2.0
 """Seconds a step may wait for writes that read preempted pages; after that the transfer is failed, not the step."""
@@ -261,7 +263,8 @@ class WorkerHalf:
 
     def take_report(self) -> WorkerReport | None:
         failures = dict(_drain_pairs(self._writer.failures) + _drain_pairs(self._receiver.failures))
-        return WorkerReport(failures=failures) if failures else None
+        whole = {transfer_id: [stop] for transfer_id, stop in _drain_pairs(self._receiver.whole)}
+        return WorkerReport(failures=failures, whole=whole) if failures or whole else None
 
     def take_stats(self) -> dict[str, dict[str, int]] | None:
         counters = self._tally.take()
@@ -332,8 +335,8 @@ def _drain(queue: deque[str]) -> set[str]:
     return taken
 
 
-def _drain_pairs(queue: deque[tuple[str, str]]) -> list[tuple[str, str]]:
-    taken: list[tuple[str, str]] = []
+def _drain_pairs(queue: deque[tuple[str, T]]) -> list[tuple[str, T]]:
+    taken: list[tuple[str, T]] = []
     while queue:
         taken.append(queue.popleft())
     return taken

@@ -2,16 +2,25 @@
 
 Laws 5 and 6: units, not messages, are counted; a notification is identified by (sender, seq); one that comes before its
 transfer is known is parked within a bound; one that comes after it was forgotten never revives it.
+
+A transfer is whole when all its units have arrived; so is each step of it, as far as notifications say which step their
+units are of. Each unit is written once and announced after its bytes (law 4), so the pages of a whole step have no
+writer left, however the rest of the transfer ends.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from vllm_pd_connector.ids import TransferId
+from vllm_pd_connector.plan.extent import Span
 
 MAX_TOMBSTONES = 65_536
 """Forgotten transfers remembered, oldest dropped first: a prefiller stops writing long before this many have passed."""
+
+
+NO_STEP = Span(0, 0)
+"""Of notifications that name no step."""
 
 
 class Arrival(Enum):
@@ -26,9 +35,10 @@ class Arrival(Enum):
 
 @dataclass(slots=True)
 class _Count:
-    """Units and notifications seen for one transfer. owned by: CompletionTable."""
+    """Units, also by step, and notifications seen for one transfer. owned by: CompletionTable."""
 
     arrived: int = 0
+    steps: Counter[Span] = field(default_factory=Counter)
     seen: set[tuple[int, int]] = field(default_factory=set)
 
 
@@ -53,7 +63,7 @@ class CompletionTable:
         self._expected[transfer_id] = units
         return _compare(count.arrived, units)
 
-    def arrive(self, transfer_id: TransferId, *, sender: int, seq: int, units: int) -> Arrival:
+    def arrive(self, transfer_id: TransferId, *, sender: int, seq: int, units: int, step: Span = NO_STEP) -> Arrival:
         """Count one notification.
 
         Args:
@@ -61,6 +71,7 @@ class CompletionTable:
             sender: rank that wrote.
             seq: number of the write within (transfer, sender).
             units: slices the write carried.
+            step: tokens of the step those are of.
         """
         if transfer_id in self._forgotten:
             return Arrival.LATE
@@ -70,6 +81,7 @@ class CompletionTable:
             return Arrival.DUPLICATE
         count.seen.add((sender, seq))
         count.arrived += units
+        count.steps[step] += units
         if expected is None:
             return self._park(transfer_id, count)
         return _compare(count.arrived, expected)
@@ -78,6 +90,20 @@ class CompletionTable:
         """Units seen so far; 0 for an unknown transfer."""
         count = self._counts.get(transfer_id) or self._parked.get(transfer_id)
         return count.arrived if count else 0
+
+    def whole_stop(self, transfer_id: TransferId, *, start: int, units_per_token: int) -> int:
+        """Token after the last of those from `start` on that have arrived without a gap; `start` if none has.
+
+        Args:
+            transfer_id: an expected transfer; of others nothing is whole.
+            start: first token of the transfer.
+            units_per_token: what each token is made of.
+        """
+        count = self._counts.get(transfer_id, _Count())
+        stops = {step.start: step.stop for step, units in count.steps.items() if units == len(step) * units_per_token}
+        while start in stops:
+            start = stops.pop(start)
+        return start
 
     def is_forgotten(self, transfer_id: TransferId) -> bool:
         """Whether the transfer is over."""

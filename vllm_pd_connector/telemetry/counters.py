@@ -10,6 +10,7 @@ COUNTERS: dict[str, str] = {
     "released": "Requests whose pages all arrived.",
     "prefilled_locally": "Requests for which a prefiller was configured but that were prefilled on the decoder.",
     "failed": "Remote prefills given up, whatever the reason.",
+    "tokens_kept": "Prompt tokens of failed attempts whose pages had arrived and were kept in the prefix cache.",
     "aborted": "Requests whose client left while they were held.",
     "refused_params": "Requests refused for their kv_transfer_params.",
     "pages_written": "Pages, or parts of pages, written to decoders.",

@@ -25,9 +25,10 @@ def modelless_config(
     num_blocks: int | None = None,
     max_batched: int = MAX_MODEL_LEN,
     num_kv_heads: int = 2,
+    prefix_caching: bool = True,
     extra: dict[str, Any] | None = None,
 ) -> VllmConfig:
-    """The configuration of one engine with prefix caching, chunked prefill and this connector; pages are LBHNC.
+    """The configuration of one engine with chunked prefill and this connector; pages are LBHNC.
 
     Args:
         directory: for the model's `config.json`; it is read here and not again.
@@ -36,6 +37,7 @@ def modelless_config(
         num_blocks: of the pool, the null block among them.
         max_batched: tokens in one step, so the length of a prefill chunk.
         num_kv_heads: over all ranks.
+        prefix_caching: as vLLM is told.
         extra: the connector's configuration.
     """
     register()
@@ -53,7 +55,7 @@ def modelless_config(
         "torch_dtype": "float32",
     }
     (directory / "config.json").write_text(json.dumps(model))
-    cache = CacheConfig(block_size=block_size, enable_prefix_caching=True)
+    cache = CacheConfig(block_size=block_size, enable_prefix_caching=prefix_caching)
     cache.num_gpu_blocks = num_blocks
     cache.kv_cache_layout = "LBHNC"  # type: ignore[assignment]
     return VllmConfig(

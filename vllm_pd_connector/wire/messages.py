@@ -128,6 +128,8 @@ class WriteNote(msgspec.Struct, frozen=True, array_like=True, tag=1):
         blocks: decoder block of each of them (with digests only).
         spots: index into `pieces` of each of them (with digests only).
         pieces: the (offset, length) runs that make up a part, for each kind of part (with digests only).
+        start: first token of the step the write is a part of; all ranks name the same steps.
+        stop: token after its last one; 0 with several cache groups, whose tokens differ.
     """
 
     transfer_id: Hex32
@@ -140,6 +142,8 @@ class WriteNote(msgspec.Struct, frozen=True, array_like=True, tag=1):
     blocks: list[Positive] = []
     spots: list[Count] = []
     pieces: list[list[tuple[Count, Positive]]] = []
+    start: Count = 0
+    stop: Count = 0
 
 
 class FailureNote(msgspec.Struct, frozen=True, array_like=True, tag=2):

@@ -46,7 +46,8 @@ class Totals:
     def text(self) -> str:
         """Lines for people."""
         ends = ", ".join(f"{number} {how}" for how, number in self.ends.most_common())
-        names = ("dispatched", "released", "failed", "aborted", "prefilled_locally", "fences_lifted", "fences_expired")
+        names = ("dispatched", "retried", "released", "failed", "aborted", "prefilled_locally")
+        names += ("tokens_kept", "fences_lifted", "fences_expired")
         counts = ", ".join(f"{name} {self.counters[name]}" for name in names)
         return (
             f"{self.seeds} seeds, {self.requests} requests, {self.events} events\n"

@@ -202,6 +202,8 @@ class Pages:
                 self._break(1, f"a page is written after it was given to another request: {where}")
             elif transfer.is_loaded:
                 self._break(1, f"a page is written although its request runs already: {where}")
+            elif self.pool.blocks[block].block_hash is not None:
+                self._break(1, f"a page is written although the prefix cache has it already: {where}")
 
     def check_posted_once(self, transfer_id: str, rank: int, cells: Iterable[int]) -> None:
         """Law 4, on the decoder's books: a prefiller posts a write of these cells of one rank."""
