@@ -174,13 +174,15 @@ def test_tokens_computed_for_this_request_are_not_reported_as_cached(make: MakeR
     assert cached_tokens(rig, request) == BLOCK
 
 
-def test_tokens_kept_for_a_request_that_then_arrived_are_not_reported_as_cached(rig: Rig) -> None:
-    request, transfer = hold(rig)
+def test_tokens_kept_for_a_request_that_then_arrived_are_not_reported_as_cached(make: MakeRig) -> None:
+    rig = make(min_remote_tokens=3 * BLOCK)
+    cache(rig, 3 * BLOCK)
+    request, transfer = hold(rig, 2 * PROMPT)
     break_off(rig, transfer, 4 * BLOCK)
-    rig.step()
+    assert len(rig.step().orders.expects) == 1
     rig.step(received={request.request_id})
     rig.step()
-    assert cached_tokens(rig, request) == 0
+    assert cached_tokens(rig, request) == 3 * BLOCK
 
 
 def test_another_request_finds_what_was_kept(make: MakeRig) -> None:
@@ -213,6 +215,7 @@ def test_with_a_window_group_nothing_is_kept(make: MakeRig) -> None:
     request, transfer = hold(rig)
     break_off(rig, transfer, LAST)
     assert rig.step().tokens == {request.request_id: PROMPT}
+    assert rig.counters["tokens_kept"] == 0
 
 
 def test_a_fence_that_was_lifted_before_keeps_no_page(make: MakeRig) -> None:
