@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 SMALL = names("small")[2]
 LONG = names("long")
 LONG_ANSWER_TOKENS = 300
+PAGES_OF_A_STEP = 512 // 32 * 8
+"""Tokens of a step, in pages, in all layers."""
 
 
 def leave(server: Server, after_s: float, *, num_pieces: int = 0) -> None:
@@ -75,13 +77,16 @@ def test_client_leaves_while_it_is_answered(
 def test_killed_prefiller_in_mid_prompt(
     main_pair: Pair, random_reference: Reference, score: Score, stage: Stage
 ) -> None:
-    """Right answers from the decoder, pages back after the quarantine; the restarted prefiller is used again."""
+    """Right answers from the decoder, which computes only what had not arrived; pages back after the quarantine.
+
+    The restarted prefiller is used again.
+    """
     prefiller, decoder = main_pair.prefiller, main_pair.decoder
     since, written = Since(decoder), Since(prefiller)
 
     def kill_in_mid_prompt() -> None:
         since.until("dispatched", len(LONG))
-        written.until("pages_written", 1)
+        written.until("pages_written", 3 * PAGES_OF_A_STEP)
         prefiller.kill()
 
     def ask_long(name: str) -> None:
@@ -93,12 +98,13 @@ def test_killed_prefiller_in_mid_prompt(
     at_once([kill_in_mid_prompt, *(partial(ask_long, name) for name in LONG)])
     assert max(waits) < 60
     quiet_after = wait_quiet(decoder)
-    failed, lifted, expired = since("failed", "fences_lifted", "fences_expired")
+    failed, lifted, expired, kept = since("failed", "fences_lifted", "fences_expired", "tokens_kept")
     assert failed > 0
+    assert kept >= 512
     assert lifted + expired >= failed
     SUMMARY.append(
         f"prefiller killed: longest wait {max(waits):.1f} s for {len(LONG)} x 6000 tokens, {failed} failed "
-        f"over to the decoder, pages back {quiet_after:.1f} s after the last answer"
+        f"over to the decoder with {kept:.0f} tokens kept, pages back {quiet_after:.1f} s after the last answer"
     )
 
     # Nobody listens now.
