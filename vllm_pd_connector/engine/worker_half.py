@@ -253,8 +253,7 @@ class WorkerHalf:
         for transfer_id in transfer_ids:
             self._timeline.mark(transfer_id, "preempted", waited_s=waited_s, is_drained=is_drained, rank=self._rank)
         if not is_drained:
-            reason = f"its pages were preempted while a write of them took more than {PREEMPTION_WAIT_S:g} s"
-            self._messenger.submit(lambda: self._writer.abandon(transfer_ids, reason))
+            self._abandon(transfer_ids)
 
     def take_results(self) -> tuple[set[str], set[str], set[str]]:
         """(sent, received, failed among the received), each request once."""
@@ -281,6 +280,18 @@ class WorkerHalf:
             self._transport.close()
             self._layers = {}
         self._timeline.close()
+
+    def _abandon(self, transfer_ids: list[str]) -> None:
+        """Fail transfers before their pages are overwritten: decoders keep nothing of what they hear of afterwards."""
+        abandoned = threading.Event()
+        reason = f"its pages were preempted while a write of them took more than {PREEMPTION_WAIT_S:g} s"
+
+        def abandon() -> None:
+            self._writer.abandon(transfer_ids, reason)
+            abandoned.set()
+
+        self._messenger.submit(abandon)
+        self._messenger.wait(abandoned, PREEMPTION_WAIT_S)
 
     def _actions(self, orders: StepMetadata, signal: LayerSignal | None) -> Iterator[Callable[[], None]]:
         """One action for each order, in order: one that fails must not take the others with it."""
