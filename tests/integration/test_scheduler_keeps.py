@@ -4,6 +4,7 @@ import pytest
 from scheduler_rig import BLOCK, LAYERS, PAGES, PROMPT, MakeRig, Rig, hold
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_pd_connector.engine.step import WorkerReport
 from vllm_pd_connector.lifecycle.decode_request import DecodeEvent
 from vllm_pd_connector.plan.extent import Span
 from vllm_pd_connector.testing.shapes import some_shape
@@ -240,6 +241,12 @@ def test_a_client_that_leaves_meanwhile_leaks_nothing(rig: Rig) -> None:
     rig.abort(request)
     rig.obey(step, whole={transfer: [4 * BLOCK]})
     end(rig, before)
+
+
+def test_reports_of_ranks_are_merged_rank_by_rank() -> None:
+    first = WorkerReport(failures={"a": "lost"}, whole={"a": [64], "b": [16]})
+    merged = first.aggregate(WorkerReport(failures={"c": "late"}, whole={"a": [32], "c": [0]}))
+    assert merged == WorkerReport({"a": "lost", "c": "late"}, {"a": [64, 32], "b": [16], "c": [0]})
 
 
 def test_reports_of_transfers_that_are_over_are_passed_over(rig: Rig) -> None:

@@ -13,7 +13,7 @@ from scheduler_rig import BLOCK, LAYERS, make_rig
 from vllm_pd_connector.config import PDConfig
 from vllm_pd_connector.control.fence_client import FenceClient, FenceOutcome
 from vllm_pd_connector.engine import worker_half
-from vllm_pd_connector.engine.step import BeginTransfer, CloseTransfer, ExpectTransfer, StepMetadata
+from vllm_pd_connector.engine.step import BeginTransfer, CloseTransfer, ExpectTransfer, HandBack, StepMetadata
 from vllm_pd_connector.engine.worker_half import WorkerHalf
 from vllm_pd_connector.errors import UnsupportedEngine
 from vllm_pd_connector.plan.extent import Span
@@ -134,6 +134,35 @@ def test_a_request_travels_layer_by_layer_and_is_reported_once_on_both_sides(sid
     decoder.kv["l1"][4:6] = 0
     assert not decoder.kv["l0"].any()
     assert not decoder.kv["l1"].any()
+
+
+def test_what_arrived_of_a_request_that_is_handed_back_is_reported_no_later_than_the_request(
+    sides: tuple[Side, Side],
+) -> None:
+    prefiller, decoder = sides
+    expect(decoder)
+    begin(prefiller, decoder, whole_blocks(TRANSFER, (1,), (4,), block_size=BLOCK))
+    prefiller.half.end_step()
+    arrived = 0
+
+    def has_arrived() -> bool:
+        nonlocal arrived
+        arrived += (decoder.half.take_stats() or {"counters": {}})["counters"].get("pages_arrived", 0)
+        return arrived == len(LAYERS)
+
+    until(has_arrived, "the first page does not arrive")
+    order = HandBack(transfer_id=TRANSFER, request_id="r", failed=True)
+    decoder.half.start_step(StepMetadata(hand_backs=[order]))
+    reports: list[dict[str, list[int]]] = []
+
+    def is_handed_back() -> bool:
+        decoder.results()
+        report = decoder.half.take_report()  # as vLLM does, after the results of the same step
+        reports.extend([report.whole] if report else [])
+        return bool(decoder.received)
+
+    until(is_handed_back, "not handed back")
+    assert reports == [{TRANSFER: [BLOCK]}]
 
 
 def test_an_alias_of_a_layers_memory_is_neither_a_layer_nor_a_signal(sides: tuple[Side, Side]) -> None:

@@ -76,6 +76,15 @@ def test_nothing_is_whole_of_notes_that_name_no_step_or_of_an_unknown_transfer()
     assert table.whole_stop(TRANSFERS[1], start=0, units_per_token=2) == 0
 
 
+def test_a_step_with_more_units_than_it_has_is_not_whole() -> None:
+    table = CompletionTable(max_parked=4)
+    table.expect(TRANSFERS[0], 100)
+    table.arrive(TRANSFERS[0], sender=0, seq=0, units=8, step=Span(0, 4))
+    assert table.whole_stop(TRANSFERS[0], start=0, units_per_token=2) == 4
+    table.arrive(TRANSFERS[0], sender=1, seq=0, units=1, step=Span(0, 4))
+    assert table.whole_stop(TRANSFERS[0], start=0, units_per_token=2) == 0
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 9)), max_size=9))
 def test_steps_that_make_no_sense_end_the_search(steps: list[tuple[int, int, int]]) -> None:
     table = CompletionTable(max_parked=4)

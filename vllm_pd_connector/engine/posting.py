@@ -12,7 +12,6 @@ from vllm_pd_connector.engine.links import Link
 from vllm_pd_connector.engine.outgoing import Outgoing
 from vllm_pd_connector.engine.worker_rank import WorkerRank
 from vllm_pd_connector.kernels.poller import Trigger
-from vllm_pd_connector.lifecycle.completion import NO_STEP
 from vllm_pd_connector.plan.write import BoundWrite, Granules, GroupWrite, bind, join, select
 from vllm_pd_connector.telemetry.counters import Tally
 from vllm_pd_connector.telemetry.timeline import Timeline
@@ -128,7 +127,7 @@ class Posting:
         if not parts:
             return
         bound = join(parts)
-        step = write.groups[0].span if len(write.groups) == 1 else NO_STEP
+        step = write.groups[0].span
         note = WriteNote(
             transfer_id=outgoing.transfer_id,
             sender=self._sender,

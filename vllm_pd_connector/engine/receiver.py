@@ -9,7 +9,7 @@ from vllm_pd_connector.engine.step import ExpectTransfer, HandBack
 from vllm_pd_connector.engine.worker_rank import WorkerRank
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.ids import TransferId
-from vllm_pd_connector.lifecycle.completion import NO_STEP, Arrival, CompletionTable
+from vllm_pd_connector.lifecycle.completion import Arrival, CompletionTable
 from vllm_pd_connector.plan.expectation import expected_units
 from vllm_pd_connector.plan.extent import Span
 from vllm_pd_connector.telemetry.counters import Tally
@@ -26,7 +26,7 @@ class _Incoming:
     """A transfer this rank was told of.
 
     Attributes:
-        span: its tokens; empty when there are several cache groups, of which nothing is kept.
+        span: its tokens, of the first cache group.
         is_reported: vLLM has been given its one report (law 7).
         whole_stop: what had arrived without a gap when it was spoiled; None before.
     """
@@ -87,8 +87,7 @@ class Receiver:
     def expect(self, order: ExpectTransfer) -> None:
         """Count a transfer from now on; it may be complete at once."""
         units = expected_units(order.spans, layers=self._layers_of_groups, num_heads=self._num_heads)
-        span = order.spans[0] if len(order.spans) == 1 else NO_STEP
-        self._incoming[order.transfer_id] = _Incoming(order.request_id, span)
+        self._incoming[order.transfer_id] = _Incoming(order.request_id, order.spans[0])
         if reason := self._spoiled_early.pop(order.transfer_id, None):
             self._spoil(order.transfer_id, reason)
         self._conclude(order.transfer_id, self._counts.expect(TransferId(order.transfer_id), units))
