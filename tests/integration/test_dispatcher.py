@@ -28,6 +28,7 @@ from vllm_pd_connector.wire.messages import (
     Reservation,
     Standing,
 )
+from vllm_pd_connector.wire.transfer_params import RESERVATION
 from vllm_pd_connector.wire.version import PROTOCOL_VERSION
 
 GENERATION = "a" * 16
@@ -64,13 +65,17 @@ def rank() -> Iterator[Rank]:
 
 
 @pytest.fixture
-def fakes(rank: Rank) -> Iterator[list[FakePrefiller]]:
-    hello = HelloReply(
+def hello(rank: Rank) -> HelloReply:
+    return HelloReply(
         engine="p",
         generation=GENERATION,
         shape=SHAPE,
         controls=[ControlEndpoint(endpoint=rank.server.endpoint, generation=GENERATION)],
     )
+
+
+@pytest.fixture
+def fakes(hello: HelloReply) -> Iterator[list[FakePrefiller]]:
     with ExitStack() as stack:
         fakes = [stack.enter_context(fake_prefiller(port, "")) for port in free_ports(2)]
         for fake in fakes:
@@ -113,7 +118,8 @@ def send(dispatcher: Dispatcher, fakes: list[FakePrefiller], transfer_id: str = 
         geometry=SHAPE.geometry(),
         ranks=[],
     )
-    dispatcher.dispatch(Dispatch(body={}, reservation=reservation, urls=[fake.url for fake in fakes]))
+    urls = [fake.url for fake in fakes]
+    dispatcher.dispatch(Dispatch(body={}, reservation=reservation, urls=urls, ends_at=time.monotonic() + 60))
 
 
 def wait(dispatcher: Dispatcher, count: int = 1, deadline_s: float = 8.0) -> list[DispatchOutcome]:
@@ -171,6 +177,65 @@ def test_one_that_does_not_take_it_is_passed_over(start: Open, fakes: list[FakeP
     send(dispatcher, fakes)
     (outcome,) = wait(dispatcher)
     assert (outcome.event, outcome.url) == (DecodeEvent.ANSWERED, fakes[1].url)
+
+
+def expiry(fake: FakePrefiller) -> float | None:
+    """Seconds on the prefiller's clock when the last dispatch to it ends."""
+    return fake.last_dispatch["kv_transfer_params"][RESERVATION]["expires_at"]
+
+
+def test_a_prefiller_is_told_on_its_own_clock_when_its_decoder_stops_waiting(
+    start: Open, fakes: list[FakePrefiller], hello: HelloReply
+) -> None:
+    """By its latest reading, whatever that is: it is never compared with the decoder's clock (law 10)."""
+    fakes[0].on_hello = reply(hello=hello, clock=-7e5)
+    fakes[0].on_dispatch = reply(pages=1, clock=3e6)
+    dispatcher = start()
+    for reading in (-7e5, 3e6):
+        send(dispatcher, fakes)
+        wait(dispatcher)
+        found = expiry(fakes[0])
+        assert found is not None
+        assert 0 < found - reading <= 60 + 10  # the reading is older than the dispatch by what a busy machine takes
+        dispatcher.finish(TRANSFER)
+
+
+def test_a_prefiller_that_sends_no_readings_is_told_a_duration_only(start: Open, fakes: list[FakePrefiller]) -> None:
+    dispatcher = start()
+    send(dispatcher, fakes)
+    wait(dispatcher)
+    assert expiry(fakes[0]) is None
+
+
+def test_an_old_reading_costs_another_dispatch(start: Open, fakes: list[FakePrefiller], hello: HelloReply) -> None:
+    fakes[0].on_hello = reply(hello=hello, clock=0.0)
+    fakes[0].first = [reply(error="too late", declined=True, expired=True, clock=5e3)]
+    dispatcher = start(busy_wait_s=10)
+    send(dispatcher, fakes[:1])
+    (outcome,) = wait(dispatcher)
+    assert outcome.event is DecodeEvent.ANSWERED
+    assert dispatches(fakes) == [2, 0]
+    found = expiry(fakes[0])
+    assert found is not None
+    assert found > 5e3
+
+
+def test_readings_of_a_process_that_is_gone_are_forgotten(
+    start: Open, fakes: list[FakePrefiller], hello: HelloReply
+) -> None:
+    fakes[0].on_hello = reply(hello=hello, clock=5e3)
+    dispatcher = start()
+    hellos = fakes[0].num_hellos
+    fakes[0].on_hello = reply(hello=hello)
+    fakes[0].first = [reply(error="restarted", hello=hello)]
+    send(dispatcher, fakes)
+    wait(dispatcher)
+    until(lambda: fakes[0].num_hellos > hellos, 5, "greeted again")
+    until(lambda: dispatcher.pool()[0].state is PrefillerState.USABLE, 5, "usable again")
+    dispatcher.finish(TRANSFER)
+    send(dispatcher, fakes)
+    wait(dispatcher)
+    assert expiry(fakes[0]) is None
 
 
 def test_busy_prefillers_are_asked_again_until_one_has_room(start: Open, fakes: list[FakePrefiller]) -> None:

@@ -28,7 +28,9 @@ def role() -> str:
 def reply_of(rig: Rig, request: Request) -> DispatchReply:
     (last,) = [o for o in rig.outputs if o.request_id == request.request_id and o.finish_reason is not None]
     assert last.finish_reason is FinishReason.LENGTH
-    return parse_reply(last.kv_transfer_params)
+    reply = parse_reply(last.kv_transfer_params)
+    assert reply.clock is not None
+    return msgspec.structs.replace(reply, clock=None)
 
 
 def greet(rig: Rig) -> HelloReply:
@@ -94,6 +96,47 @@ def test_stages_are_greeted_as_one_engine_and_told_its_layers(rig: Rig) -> None:
     dispatch(rig, reservation(rig))
     (begin,) = rig.step().orders.begins
     assert list(begin.layers) == LAYERS
+
+
+def test_every_answer_says_what_the_clock_reads_then(rig: Rig) -> None:
+    hello = rig.add(1, params=to_params(HELLO, Hello(protocol=PROTOCOL_VERSION, decoder="d")), max_tokens=1)
+    step = rig.schedule()
+    rig.clock.advance(3.0)
+    rig.complete(step)
+    request = dispatch(rig, reservation(rig))
+    step = rig.schedule()
+    rig.clock.advance(5.0)
+    rig.complete(step)
+    clocks = {o.request_id: parse_reply(o.kv_transfer_params).clock for o in rig.outputs if o.finish_reason}
+    assert clocks[hello.request_id] == rig.clock.now - 5.0
+    assert clocks[request.request_id] == rig.clock.now
+
+
+def test_a_lease_ends_when_the_decoder_stops_waiting(rig: Rig) -> None:
+    """By this clock, as it was given back: the dispatch may have been on its way for long."""
+    dispatch(rig, reservation(rig, expires_at=rig.clock.now + 7.0))
+    (begin,) = rig.step().orders.begins
+    assert begin.lease_s == 7.0
+
+
+def test_a_lease_is_no_longer_than_it_says(rig: Rig) -> None:
+    dispatch(rig, reservation(rig, expires_at=rig.clock.now + 700.0))
+    (begin,) = rig.step().orders.begins
+    assert begin.lease_s == 60.0
+
+
+def test_a_reservation_that_is_read_after_its_decoder_gave_it_up_is_declined(rig: Rig) -> None:
+    before = rig.free_blocks
+    wanted = reservation(rig, expires_at=rig.clock.now + 7.0)
+    rig.clock.advance(7.0)
+    request = dispatch(rig, wanted)
+    step = rig.step()
+    assert (step.orders.begins, step.orders.writes) == ([], [])  # law 1
+    reply = reply_of(rig, request)
+    assert (reply.declined, reply.expired) == (True, True)
+    assert "stopped waiting" in reply.error
+    rig.run_until_done()
+    assert rig.free_blocks == before
 
 
 def test_a_whole_prompt_is_sent_in_one_step_and_kept_until_every_rank_has_sent_it(rig: Rig) -> None:

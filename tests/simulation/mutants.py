@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from vllm_pd_connector.control import fence_server
+from vllm_pd_connector.control import dispatcher, fence_server
 from vllm_pd_connector.control.dispatcher import Dispatcher
 from vllm_pd_connector.control.prefiller_client import NotTaken, PrefillerClient, ShuttingDown
 from vllm_pd_connector.engine import fenced_pages, posting, prefill_side, receiver, vllm_compat, worker_half
@@ -77,6 +77,19 @@ def broken_off(seed: int, _: int) -> Scenario:
     config = {**scenario.config, "min_write_bytes": 1}
     noise = Noise(slow=0.3, slow_s=0.1, note_lost=0.1)
     return dataclasses.replace(scenario, num_ranks=2, config=config, noise=noise)
+
+
+def held_back(seed: int, _: int) -> Scenario:
+    """Clients leave; their dispatches lie in the socket of a stopped prefiller, and what closes them is held back."""
+    random = Random(f"held back {seed}")
+    wakes_at = random.uniform(20.5, 22.0)
+    scenario = _small(
+        seed,
+        [random.uniform(0.3, 0.6) for _ in range(4)],
+        Fault(kind="pause", at=0.9, target="p0", seconds=wakes_at - 0.9),
+        Fault(kind="cut", at=1.2, target="d0", other="p0", seconds=wakes_at - 1.2 - random.uniform(0.0, 0.3)),
+    )
+    return dataclasses.replace(scenario, config={**scenario.config, "fence_s": 0.5})
 
 
 def overtaken(seed: int, _: int) -> Scenario:
@@ -172,6 +185,7 @@ class Mutant:
 
 
 MUTANTS: list[Mutant] = []
+RESERVE = dispatcher.Dispatcher._reserve
 
 
 def mutant(law: int, name: str, scenarios: Scenarios = draw) -> Callable[[Apply], Apply]:
@@ -306,6 +320,13 @@ def _(stack: ExitStack) -> None:
         real(self, frames)
 
     replace(stack, fence_server.FenceServer, "_receive", receive)
+
+
+@mutant(1, "a prefiller starts the lease of a dispatch whenever it reads it", held_back)
+def _(stack: ExitStack) -> None:
+    replace(
+        stack, dispatcher.Dispatcher, "_reserve", staticmethod(lambda order, hello, clock: RESERVE(order, hello, None))
+    )
 
 
 # Law 2: no page is freed or overwritten under a posted write

@@ -25,6 +25,7 @@ from vllm_pd_connector.control.prefiller_client import NotTaken, PrefillerClient
 from vllm_pd_connector.errors import PDConnectorError, PeerLost, ProtocolError
 from vllm_pd_connector.lifecycle.backoff import pause_s
 from vllm_pd_connector.lifecycle.decode_request import DecodeEvent
+from vllm_pd_connector.lifecycle.peer_clock import PeerClock
 from vllm_pd_connector.lifecycle.prefiller import Candidate
 from vllm_pd_connector.telemetry.timeline import Timeline
 from vllm_pd_connector.wire.compatibility import CacheShape
@@ -47,11 +48,13 @@ class Dispatch:
         body: the completion request without `kv_transfer_params`.
         reservation: with an empty `prefiller_generation`; filled in for the prefiller that takes it.
         urls: prefillers to try, in order.
+        ends_at: when its decoder stops waiting, in seconds of `time.monotonic`, which the event loop goes by too.
     """
 
     body: dict[str, Any]
     reservation: Reservation
     urls: list[str]
+    ends_at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +255,9 @@ class Dispatcher:
         self._timeline.mark(transfer_id, "dispatched", prefiller=prefiller.url)
         prefiller.outstanding += 1
         try:
-            reply = await self._client.complete(prefiller.url, hello, order.body, self._reserve(order, hello))
+            params = self._reserve(order, hello, prefiller.clock)
+            reply = await self._client.complete(prefiller.url, hello, order.body, params)
+            prefiller.hear(reply, self._loop.time())
             self._check(prefiller, hello, reply)
         except NotTaken as error:
             if error.is_absent:
@@ -270,8 +275,13 @@ class Dispatcher:
             prefiller.outstanding -= 1
         return True
 
-    def _reserve(self, order: Dispatch, hello: HelloReply) -> dict[str, Any]:
-        reservation = msgspec.structs.replace(order.reservation, prefiller_generation=hello.generation)
+    @staticmethod
+    def _reserve(order: Dispatch, hello: HelloReply, clock: PeerClock | None) -> dict[str, Any]:
+        reservation = msgspec.structs.replace(
+            order.reservation,
+            prefiller_generation=hello.generation,
+            expires_at=clock.at_least(order.ends_at) if clock is not None else None,
+        )
         return to_params(RESERVATION, reservation)
 
     def _check(self, prefiller: Prefiller, hello: HelloReply, reply: DispatchReply) -> None:
@@ -282,7 +292,8 @@ class Dispatcher:
             if reply.hello is not None:
                 self._pool.lose(prefiller, hello, "it is another process now")
             if reply.declined:
-                raise NotTaken(reply.error)
+                # The reading it went by was old, as after a day without requests; now there is a new one.
+                raise NotTaken(reply.error, is_busy=reply.expired)
             raise PeerLost(reply.error)
         if not reply.pages:
             raise ProtocolError(f"{prefiller.url} finished without having written a page")

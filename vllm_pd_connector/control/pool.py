@@ -11,10 +11,11 @@ import aiohttp
 from vllm_pd_connector.config import PDConfig
 from vllm_pd_connector.control.prefiller_client import NotTaken, PrefillerClient
 from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError, ProtocolError
+from vllm_pd_connector.lifecycle.peer_clock import PeerClock
 from vllm_pd_connector.lifecycle.prefiller import PREFILLER_TABLE, Candidate, PrefillerEvent, PrefillerState
 from vllm_pd_connector.lifecycle.table import step
 from vllm_pd_connector.wire.compatibility import CacheShape, differences
-from vllm_pd_connector.wire.messages import Hello, HelloReply
+from vllm_pd_connector.wire.messages import DispatchReply, Hello, HelloReply
 from vllm_pd_connector.wire.transfer_params import HELLO, to_params
 from vllm_pd_connector.wire.version import PROTOCOL_VERSION
 
@@ -35,6 +36,7 @@ class Prefiller:
         outstanding: dispatches it is serving for us.
         promised: dispatches meant for it that the engine thread has handed over, ever.
         begun: those of them that the loop has taken up.
+        clock: its latest reading; None when it sends none.
     """
 
     url: str
@@ -43,8 +45,14 @@ class Prefiller:
     outstanding: int = 0
     promised: int = 0
     begun: int = 0
+    clock: PeerClock | None = None
     complaint: str = ""
     greeting: asyncio.Task[None] | None = None
+
+    def hear(self, reply: DispatchReply, now: float) -> None:
+        """Take in the reading of its clock that a reply brings."""
+        if reply.clock is not None:
+            self.clock = PeerClock(reply.clock, now)
 
 
 class PrefillerPool:
@@ -135,6 +143,8 @@ class PrefillerPool:
                 prefiller.state, _ = step(PREFILLER_TABLE, prefiller.state, PrefillerEvent.GONE)
                 self._complain(prefiller, "prefiller_absent", str(error) or "time-out")
             else:
+                prefiller.clock = None  # of another process, perhaps another boot
+                prefiller.hear(reply, asyncio.get_running_loop().time())
                 self._welcome(prefiller, reply.hello, asyncio.get_running_loop().time() - started)
                 return
             await asyncio.sleep(delay_s)

@@ -150,6 +150,7 @@ class DecodeSide:
             local_tokens=local_tokens,
             blocks=[block for blocks in wanted for block in blocks],
             url=urls[0] if urls else "",
+            ends_at=course.ends_at,
             lease_s=course.ends_at - now,
         )
         self._turn += 1
@@ -326,7 +327,7 @@ class DecodeSide:
             geometry=self._identity.geometry,
             ranks=self._identity.ranks,
         )
-        return Dispatch(body=body, reservation=reservation, urls=urls)
+        return Dispatch(body=body, reservation=reservation, urls=urls, ends_at=held.ends_at)
 
     def _event(self, held: Held, event: DecodeEvent, reason: str = "") -> None:
         held.state, commands = step(DECODE_TABLE, held.state, event)

@@ -18,7 +18,7 @@ class Held:
     Attributes:
         local_tokens: leading tokens that are not transferred.
         url: the prefiller that works for it, as far as is known.
-        lease_s: what it was given.
+        ends_at: until when it may, on this decoder's clock; `lease_s`: how long that was when it was asked.
         stops: token after the last that has arrived without a gap, from each rank that has handed it back as failed.
     """
 
@@ -27,6 +27,7 @@ class Held:
     local_tokens: int
     blocks: list[int]
     url: str
+    ends_at: float
     lease_s: float
     state: DecodeState = DecodeState.DISPATCHED
     reason: str = ""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.v1.request import RequestStatus
 
 from vllm_pd_connector.engine import vllm_cache, vllm_compat
@@ -124,7 +125,7 @@ class PrefillSide:
     def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """Whether vLLM must keep the request's blocks, and what its response carries."""
         if (early := self._replies.pop(request.request_id, None)) is not None:
-            return False, to_params(REPLY, early)
+            return False, self._answer(early)
         prefill = self._prefills.pop(request.request_id, None)
         if prefill is None:
             return False, None
@@ -142,7 +143,7 @@ class PrefillSide:
         if prefill.has_begun:
             self._draining.add(request.request_id)
         self._timeline.mark(transfer_id, "prefill_finished", status=request.status.name)
-        return prefill.has_begun, to_params(REPLY, DispatchReply(pages=_pages_sent(prefill), error=prefill.error))
+        return prefill.has_begun, self._answer(DispatchReply(pages=_pages_sent(prefill), error=prefill.error))
 
     def spoiled(self, transfer_id: str, reason: str) -> None:
         """A worker could not write: the response will say so."""
@@ -165,15 +166,19 @@ class PrefillSide:
         """Raises:
         ProtocolError: the reservation does not fit this engine or this request.
         """
+        now = self._clock()
         if reservation.prefiller_generation != self._hello.generation:
             raise _StaleGeneration("the prefiller was restarted since this decoder greeted it")
+        if reservation.expires_at is not None and reservation.expires_at <= now:
+            raise _Expired(f"the decoder stopped waiting {now - reservation.expires_at:.3f} s ago")
         spans = self._spans(request.num_prompt_tokens, reservation)
         self._check_ranks(reservation)
         if reservation.transfer_id in self._by_transfer:
             raise _AlreadyServed("this transfer is already being served")
-        self._prefills[request.request_id] = _Prefill(
-            request, reservation, spans, lease_end=self._clock() + reservation.lease_s
-        )
+        lease_end = now + reservation.lease_s
+        if reservation.expires_at is not None:
+            lease_end = min(lease_end, reservation.expires_at)
+        self._prefills[request.request_id] = _Prefill(request, reservation, spans, lease_end=lease_end)
         self._by_transfer[reservation.transfer_id] = request.request_id
         self._timeline.mark(reservation.transfer_id, "received", tokens=request.num_prompt_tokens)
 
@@ -225,8 +230,17 @@ class PrefillSide:
         self._tally.add("refused_params")
         logger.warning("event=reservation_refused request=%s reason=%s", request.request_id, error)
         hello = self._hello if isinstance(error, _StaleGeneration) else None
-        declined = not isinstance(error, _AlreadyServed)
-        self._answer_early(request, DispatchReply(error=str(error)[:4096], hello=hello, declined=declined))
+        reply = DispatchReply(
+            error=str(error)[:4096],
+            hello=hello,
+            declined=not isinstance(error, _AlreadyServed),
+            expired=isinstance(error, _Expired),
+        )
+        self._answer_early(request, reply)
+
+    def _answer(self, reply: DispatchReply) -> dict[str, Any]:
+        """The reply as parameters, with what this clock reads now."""
+        return to_params(REPLY, msgspec.structs.replace(reply, clock=self._clock()))
 
     def _answer_early(self, request: Request, reply: DispatchReply) -> None:
         vllm_compat.shorten_to_one_token(request)
@@ -280,6 +294,10 @@ def _pages_sent(prefill: _Prefill) -> int:
 
 class _StaleGeneration(ProtocolError):
     """The decoder greeted an earlier process at this address."""
+
+
+class _Expired(ProtocolError):
+    """The decoder has given the reservation up since it sent it."""
 
 
 class _AlreadyServed(ProtocolError):

@@ -51,6 +51,8 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
         lease_s: seconds from receipt after which the prefiller must have stopped writing.
         geometry: how the decoder's pages are cut.
         ranks: the decoder's workers in rank order.
+        expires_at: seconds on the prefiller's own clock, as it last sent a reading, when the lease ends at the latest:
+            a dispatch may be read long after its decoder gave it up. None to a prefiller that sends no readings.
     """
 
     protocol: int
@@ -65,6 +67,7 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: Duration
     geometry: CacheGeometry
     ranks: Annotated[list[DecoderRank], Meta(min_length=1, max_length=MAX_RANKS)]
+    expires_at: float | None = None
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,12 +109,16 @@ class DispatchReply(msgspec.Struct, frozen=True, kw_only=True):
         pages: decoder pages handed to the writers; all of the reservation's unless `error` is set.
         error: empty, or why nothing (more) will be written.
         declined: nothing was and nothing will be written for this reservation, so it needs no fence.
+        expired: it was declined because its `expires_at` had passed.
+        clock: seconds on the prefiller's clock when it answered, to be given back in `expires_at`.
     """
 
     pages: Count = 0
     error: Annotated[str, Meta(max_length=4096)] = ""
     hello: HelloReply | None = None
     declined: bool = False
+    expired: bool = False
+    clock: float | None = None
 
 
 class WriteNote(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -128,8 +135,8 @@ class WriteNote(msgspec.Struct, frozen=True, array_like=True, tag=1):
         blocks: decoder block of each of them (with digests only).
         spots: index into `pieces` of each of them (with digests only).
         pieces: the (offset, length) runs that make up a part, for each kind of part (with digests only).
-        start: first token of the step the write is a part of; all ranks name the same steps.
-        stop: token after its last one; 0 with several cache groups, whose tokens differ.
+        start: first token of the first cache group in the step that the write is a part of; the same for all ranks.
+        stop: token after the last one.
     """
 
     transfer_id: Hex32

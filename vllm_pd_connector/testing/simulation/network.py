@@ -63,8 +63,11 @@ class Network:
 
     def carry(self, a: str, b: str, owner: Thread | None, action: Action, *, stream: object = None) -> None:
         """Bring something from address `a` to address `b`; what one stream carries arrives in order."""
-        when = max(self.world.now, self.cut_until(a, b)) + self.latency()
+        held_s = max(0.0, self.cut_until(a, b) - self.world.now)
+        when = self.world.now + held_s + self.latency()
         if stream is not None:
+            # The longer a TCP connection has tried in vain, the later it tries again: up to twice as late as needed.
+            when += self.world.random.uniform(0.0, held_s) if held_s else 0.0
             when = self._last[stream] = max(when, self._last.get(stream, 0.0))
         self.world.at(when, owner, lambda: self._arrive(a, b, owner, action))
 
@@ -239,6 +242,8 @@ class _Dealer:
 
     def _deliver(self, frame: bytes) -> None:
         server = self._network.controls.get(self._endpoint)
+        if self._is_closed and self._network.world.random.random() < 0.5:
+            return  # it had not left the socket yet
         if server is not None:
             server.receive_later(self, frame)
         elif not self._is_closed and self._process.is_alive:
