@@ -74,6 +74,7 @@ def test_everything_that_can_happen_happens() -> None:
         "aborted",
         "write_failures",
         "transfers_cancelled",
+        "tokens_kept",
         "fences_lifted",
         "fences_expired",
         "ended_in_good_order",
