@@ -47,9 +47,6 @@ from vllm_pd_connector.testing.simulation.scenario import (
 )
 from vllm_pd_connector.wire.messages import Quiet
 
-LARGEST_PAGE = 8
-"""Tokens, over all shapes that are drawn."""
-
 Apply = Callable[[ExitStack], None]
 Scenarios = Callable[[int, int], Scenario]
 """A scenario from a seed and a number of requests."""
@@ -200,12 +197,12 @@ def replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
     stack.enter_context(patch.object(owner, name, value))
 
 
-def change_stops(stack: ExitStack, change: Callable[[list[int]], list[int]]) -> None:
+def change_stops(stack: ExitStack, change: Callable[[list[int], int], list[int]]) -> None:
     """Other numbers than the ranks reported decide what is kept of a failed attempt."""
     real = KeptPrefix.keep
 
     def keep(self: KeptPrefix, request: Any, transfer_id: str, *, stops: list[int], **rest: Any) -> None:
-        real(self, request, transfer_id, stops=change(stops), **rest)
+        real(self, request, transfer_id, stops=change(stops, self._identity.geometry.block_size), **rest)
 
     replace(stack, KeptPrefix, "keep", keep)
 
@@ -466,12 +463,12 @@ def _(stack: ExitStack) -> None:
 
 @mutant(5, "one page more is kept of a failed attempt than has arrived", broken_off)
 def _(stack: ExitStack) -> None:
-    change_stops(stack, lambda stops: [stop + LARGEST_PAGE for stop in stops])
+    change_stops(stack, lambda stops, page: [stop + page for stop in stops])
 
 
 @mutant(5, "what one rank has got is kept, whatever the others have", broken_off)
 def _(stack: ExitStack) -> None:
-    change_stops(stack, lambda stops: [max(stops)] * len(stops))
+    change_stops(stack, lambda stops, _: [max(stops)] * len(stops))
 
 
 @mutant(5, "what has arrived behind a gap is kept", broken_off)
