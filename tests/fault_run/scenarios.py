@@ -30,14 +30,17 @@ PROXY_START_S = 30.0
 def kill_prefiller(cast: Cast, want: Want, chance: random.Random) -> Outcome:
     """SIGKILL in mid-prompt, at a random layer of a random chunk; it is put back in the background."""
     cast.wait_usable(1, deadline_s=300)
-    alive = [p for p in cast.prefillers if p.process.poll() is None and p.is_ready()]
     since = Since(cast.decoder)
-    before = {p.name: len(cast.moments(p, "write_posted")) for p in alive}
+    before = {p.name: len(cast.moments(p, "write_posted")) for p in cast.prefillers}
     crowd = Crowd(cast.decoder.url, LONG, want, LIMIT_S)
     num_writes = chance.randrange(1, 30)
 
+    def alive() -> list[Server]:
+        return [p for p in cast.prefillers if p.process.poll() is None]
+
     def busy() -> list[Server]:
-        return [p for p in alive if len(cast.moments(p, "write_posted")) - before[p.name] >= num_writes]
+        # One that was put back may be greeted, and work, before the cast knows it.
+        return [p for p in alive() if len(cast.moments(p, "write_posted")) - before.get(p.name, 0) >= num_writes]
 
     until(lambda: bool(busy()), 60, f"{num_writes} writes were posted")
     victim = busy()[0]
@@ -46,7 +49,7 @@ def kill_prefiller(cast: Cast, want: Want, chance: random.Random) -> Outcome:
     tally = crowd.join()
     outcome = Outcome(f"kill -9 of a prefiller after {num_writes} writes, in layer {last['layers'][-1]}")
     outcome.count(tally, LIMIT_S)
-    check(outcome, cast.decoder, [p for p in alive if p is not victim], want, LIMIT_S)
+    check(outcome, cast.decoder, [p for p in alive() if p.is_ready()], want, LIMIT_S)
     names = ("dispatched", "failed", "retried", "released", "fences_lifted", "fences_expired")
     outcome.more = dict(zip(names, since(*names), strict=True))
     cast.put_back(victim, wait=False)
