@@ -44,11 +44,11 @@ class Tally:
     def wrong(self) -> list[str]:
         return self.score.complaints
 
-    def ask(self, url: str, name: str, want: Answer, limit_s: float) -> None:
-        """One client: it waits `limit_s` and not longer."""
+    def ask(self, url: str, name: str, want: Answer, limit_s: float, salt: str = "") -> None:
+        """One client: it waits `limit_s` and not longer. Clients with the same `salt` share pages."""
         started = time.monotonic()
         try:
-            got = ask(url, PROMPTS[name], max_tokens=MAX_TOKENS, cache_salt=fresh_salt(), timeout_s=limit_s)
+            got = ask(url, PROMPTS[name], max_tokens=MAX_TOKENS, cache_salt=salt or fresh_salt(), timeout_s=limit_s)
         except (AssertionError, OSError, http.client.HTTPException) as error:
             with self._lock:
                 self.errors.append(f"{name}: {type(error).__name__}: {str(error)[:200]}")
@@ -68,13 +68,14 @@ class Crowd:
         names: prompts, one client each.
         want: the right answers.
         limit_s: the longest any of them waits.
+        salt: crowds with the same one share pages; empty: nobody does.
     """
 
-    def __init__(self, url: str, names: Sequence[str], want: dict[str, Answer], limit_s: float) -> None:
+    def __init__(self, url: str, names: Sequence[str], want: dict[str, Answer], limit_s: float, salt: str = "") -> None:
         self.tally = Tally()
         self._pool = ThreadPoolExecutor(max_workers=len(names))
         for name in names:
-            self._pool.submit(self.tally.ask, url, name, want[name], limit_s)
+            self._pool.submit(self.tally.ask, url, name, want[name], limit_s, salt)
 
     def join(self) -> Tally:
         self._pool.shutdown(wait=True)

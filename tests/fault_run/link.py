@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar
 
 from vllm_pd_connector.testing.servers import ServerSpec
@@ -19,6 +20,12 @@ IN_NAMESPACE = ("ip", "netns", "exec", NAMESPACE)
 LOSSY = "netem delay 20ms 5ms loss 3%"
 NARROW = "tbf rate 100mbit burst 32k latency 3ms"
 """A queue so short that it drops what TCP sends in a burst, for kernels without netem."""
+
+SLOW = "tbf rate 20mbit burst 32k latency 400ms"
+"""A layer of 512 tokens of the model takes 0.2 s."""
+
+SEND_BUFFER = "64k"
+"""Most of a write stays in UCX, which sends it from the prefiller's polls: it is in flight for long."""
 
 ONLY_SOCKETS = {"UCX_TLS": "tcp", "GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 
@@ -43,7 +50,7 @@ class Link:
             spec,
             host=FAR_ADDRESS,
             prefix=IN_NAMESPACE,
-            env={**spec.env, **ONLY_SOCKETS, "UCX_NET_DEVICES": FAR},
+            env={**spec.env, **ONLY_SOCKETS, "UCX_NET_DEVICES": FAR, "UCX_TCP_SNDBUF": SEND_BUFFER},
             extra={**spec.extra, "advertise_host": FAR_ADDRESS},
         )
 
@@ -69,6 +76,17 @@ class Link:
 
     def heal(self) -> None:
         _run("tc", "qdisc", "del", "dev", NEAR, "root")
+        _run(*IN_NAMESPACE, "tc", "qdisc", "del", "dev", FAR, "root")
+
+    def num_received(self) -> int:
+        """Bytes that have come from the prefillers so far."""
+        return int(Path(f"/sys/class/net/{NEAR}/statistics/rx_bytes").read_text())
+
+    def slow_down(self) -> None:
+        """What the prefillers send takes long."""
+        _run(*IN_NAMESPACE, "tc", "qdisc", "replace", "dev", FAR, "root", *SLOW.split())
+
+    def speed_up(self) -> None:
         _run(*IN_NAMESPACE, "tc", "qdisc", "del", "dev", FAR, "root")
 
 

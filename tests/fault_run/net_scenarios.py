@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 
-from server_tier.ask import until
+from server_tier.ask import fresh_salt, until
+from server_tier.probe import Since, held
 
-from fault_run.cast import DEADLINE_S, LIMIT_S, Cast
+from fault_run.cast import DEADLINE_S, LIMIT_S, QUICK, Cast
 from fault_run.checks import Outcome, check
 from fault_run.clients import LONG, Crowd, Load, Want
 
 CUT_S = DEADLINE_S + 15.0
 """Longer than the lease and the quarantine: the pages have new owners when the network comes back."""
+
+STOP_S = 2 * DEADLINE_S + QUICK["quarantine_s"] + 5.0
+"""The first lease, the second, counted from the moment the request was closed, and the quarantine."""
 
 
 def cut_network(cast: Cast, want: Want, chance: random.Random) -> Outcome:
@@ -62,6 +68,47 @@ def bad_network(cast: Cast, want: Want, chance: random.Random) -> Outcome:
         outcome.count(load.stop(), LIMIT_S)
     finally:
         cast.link.heal()
+    cast.wait_usable(len(cast.prefillers), deadline_s=120)
+    check(outcome, cast.decoder, cast.prefillers, want, LIMIT_S)
+    return outcome
+
+
+def stop_in_write(cast: Cast, want: Want, chance: random.Random) -> Outcome:
+    """A prefiller is stopped while UCX still holds most of its writes, until others own the pages; then it goes on.
+
+    The clients that ask meanwhile leave pages in the decoder's prefix cache, and ask again when the rest has landed.
+    """
+    assert cast.link is not None
+    outcome = Outcome("SIGSTOP of a prefiller in mid-write over TCP for longer than lease and quarantine, then SIGCONT")
+    since = Since(cast.decoder)
+    before = cast.num_writes()
+    limit_s = LIMIT_S + STOP_S
+    victim, salt = cast.prefillers[0].process.pid, fresh_salt()
+    began = time.monotonic()
+    cast.link.slow_down()
+    try:
+        crowd = Crowd(cast.decoder.url, LONG, want, limit_s)
+        until(lambda: cast.num_writes() > before + chance.randrange(8, 16), 60, "writes")
+        os.killpg(victim, signal.SIGSTOP)
+    finally:
+        cast.link.speed_up()
+    stopped = time.monotonic()
+    try:
+        time.sleep(STOP_S)
+        outcome.count(crowd.join(), limit_s)
+        outcome.count(Crowd(cast.decoder.url, LONG[:3], want, limit_s, salt).join(), limit_s)
+        fenced = int(held(cast.decoder).get("fenced_pages", 0))
+        received = cast.link.num_received()
+    finally:
+        os.killpg(victim, signal.SIGCONT)
+    outcome.more = {"after_s": round(stopped - began, 1), "stopped_s": round(time.monotonic() - stopped, 1)}
+    time.sleep(10)  # what UCX still held lands now
+    (num_late,) = since("notes_late")
+    outcome.more |= {"fenced_when_it_woke": fenced, "late_notes": num_late}
+    outcome.more["received_then"] = cast.link.num_received() - received
+    if num_late and not fenced:
+        outcome.complaints.append(f"{num_late} writes landed in pages that had been given back")
+    outcome.count(Crowd(cast.decoder.url, LONG[:3], want, limit_s, salt).join(), limit_s)
     cast.wait_usable(len(cast.prefillers), deadline_s=120)
     check(outcome, cast.decoder, cast.prefillers, want, LIMIT_S)
     return outcome

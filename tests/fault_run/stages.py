@@ -103,7 +103,12 @@ STAGES: dict[str, tuple[OpenStage, Callable[[], str], dict[str, Scenario]]] = {
     "networked": (
         networked,
         why_not,
-        {"blip-network": net.blip_network, "cut-network": net.cut_network, "bad-network": net.bad_network},
+        {
+            "blip-network": net.blip_network,
+            "cut-network": net.cut_network,
+            "bad-network": net.bad_network,
+            "stop-in-write": net.stop_in_write,
+        },
     ),
     "tiny": (
         tiny,
