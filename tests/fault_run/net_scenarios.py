@@ -8,7 +8,7 @@ import signal
 import time
 
 from server_tier.ask import fresh_salt, until
-from server_tier.probe import Since, held
+from server_tier.probe import Since, held, idle_cores
 
 from fault_run.cast import DEADLINE_S, LIMIT_S, QUICK, Cast
 from fault_run.checks import Outcome, check
@@ -98,14 +98,15 @@ def stop_in_write(cast: Cast, want: Want, chance: random.Random) -> Outcome:
         outcome.count(crowd.join(), limit_s)
         outcome.count(Crowd(cast.decoder.url, LONG[:3], want, limit_s, salt).join(), limit_s)
         fenced = int(held(cast.decoder).get("fenced_pages", 0))
+        outcome.more["cores_of_the_decoder_meanwhile"] = round(idle_cores(cast.decoder, 4.0), 3)
         received = cast.link.num_received()
     finally:
         os.killpg(victim, signal.SIGCONT)
-    outcome.more = {"after_s": round(stopped - began, 1), "stopped_s": round(time.monotonic() - stopped, 1)}
+    outcome.more |= {"after_s": round(stopped - began, 1), "stopped_s": round(time.monotonic() - stopped, 1)}
     time.sleep(10)  # what UCX still held lands now
     (num_late,) = since("notes_late")
-    outcome.more |= {"fenced_when_it_woke": fenced, "late_notes": num_late}
-    outcome.more["received_then"] = cast.link.num_received() - received
+    outcome.more |= {"fenced_when_it_went_on": fenced, "late_notes": num_late}
+    outcome.more["bytes_received_then"] = cast.link.num_received() - received
     if num_late and not fenced:
         outcome.complaints.append(f"{num_late} writes landed in pages that had been given back")
     outcome.count(Crowd(cast.decoder.url, LONG[:3], want, limit_s, salt).join(), limit_s)
