@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,7 @@ class Cast:
             "args": (*ARGS, *args),
             "env": {**FEW_CORES, **(env or {})},
         }
+        self._ordinary = ServerSpec(random_llama(), name="ordinary", **common)
         # Each layer is a write of its own, so that a fault can strike between any two.
         extra = {"timeline_dir": str(folder / "timeline"), "min_write_bytes": 1, **(prefiller or {})}
         self._specs = [
@@ -155,6 +156,12 @@ class Cast:
     def num_writes(self) -> int:
         """Writes that the prefillers have posted so far."""
         return sum(len(self.moments(prefiller, "write_posted")) for prefiller in self.prefillers)
+
+    @contextmanager
+    def ordinary_server(self) -> Iterator[Server]:
+        """A server without a connector, with the arguments of the others."""
+        with start_all([self._ordinary], START_S, log_dir=self.folder) as (server,):
+            yield server
 
     def shift_clock(self, seconds: int) -> None:
         """Set the wall clock of every server so far from the right time."""
