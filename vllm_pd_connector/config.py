@@ -85,10 +85,18 @@ class PDConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     quarantine_s: Annotated[
         Seconds,
         Meta(
-            description="Seconds the pages of an unreachable prefiller stay unused: the transport's latest write. "
-            "40 is above the retries of an RC queue pair; over TCP between hosts use 1000."
+            description="Seconds the pages of a dead prefiller or of a failed write stay unused: the latest that what "
+            "was on the wire lands. 40 is above the retries of an RC queue pair."
         ),
     ] = 40.0
+    unreachable_s: Annotated[
+        Seconds,
+        Meta(
+            description="Seconds, after the lease, that the pages of a prefiller stay unused that neither answers nor "
+            "is known to be dead; it is asked again meanwhile. 1000 is above TCP's retransmission. A process that "
+            "stands still for longer and then goes on may write into pages that have new owners."
+        ),
+    ] = 1000.0
     connect_timeout_s: Annotated[Seconds, Meta(description="Seconds to open a connection to a prefiller.")] = 2.0
     retry_s: Annotated[
         Seconds, Meta(description="Seconds between attempts to greet a prefiller that did not answer.")

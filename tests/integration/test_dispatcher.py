@@ -44,13 +44,17 @@ class Rank:
     def __init__(self) -> None:
         self.standing = Standing(transfer_id=TRANSFER, is_over=False)
         self.num_inquiries = 0
+        self.num_fences = 0
+        self.is_silent = False
         self.server = FenceServer(
             "127.0.0.1", 0, generation=GENERATION, key=None, on_fence=self._fence, on_inquiry=self._inquire
         )
         self.server.start()
 
     def _fence(self, transfer_id: str, answer: Answer) -> None:
-        answer(Quiet(transfer_id, 0))
+        self.num_fences += 1
+        if not self.is_silent:
+            answer(Quiet(transfer_id, 0))
 
     def _inquire(self, _transfer_id: str, answer: Callable[[Standing], None]) -> None:
         self.num_inquiries += 1
@@ -429,3 +433,33 @@ def _events(dispatcher: Dispatcher) -> list[Any]:
 
     until(have_come, 5, "an event")
     return events
+
+
+def test_a_prefiller_that_does_not_answer_a_fence_is_asked_again(
+    start: Open, fakes: list[FakePrefiller], rank: Rank
+) -> None:
+    dispatcher = start(fence_s=0.2)
+    rank.is_silent = True
+    send(dispatcher, fakes)
+    wait(dispatcher)
+    dispatcher.fence(TRANSFER)
+    (result,) = [e for e in _events(dispatcher) if isinstance(e, FenceResult)]
+    assert not result.is_quiet
+    assert not result.is_dead
+    rank.is_silent = False
+    (result,) = [e for e in _events(dispatcher) if isinstance(e, FenceResult)]
+    assert result.is_quiet
+    assert rank.num_fences >= 2
+
+
+def test_nobody_is_asked_again_about_pages_that_are_back(start: Open, fakes: list[FakePrefiller], rank: Rank) -> None:
+    dispatcher = start(fence_s=0.2)
+    rank.is_silent = True
+    send(dispatcher, fakes)
+    wait(dispatcher)
+    dispatcher.fence(TRANSFER)
+    assert _events(dispatcher)
+    dispatcher.finish(TRANSFER)
+    asked = rank.num_fences
+    until(lambda: not dispatcher._tasks, 5, "it gives up")
+    assert rank.num_fences == asked

@@ -177,10 +177,10 @@ def test_prefillers_that_do_not_fit_fail_a_request_with_the_fields_if_errors_are
         assert field in caplog.text
 
 
-@pytest.mark.parametrize(("is_dead", "pinned_s"), [(True, 40.0), (False, 160.0)])
-def test_pages_of_an_unreachable_prefiller_wait_out_its_lease_and_the_quarantine(
-    rig: Rig, is_dead: bool, pinned_s: float
-) -> None:
+@pytest.mark.parametrize(
+    ("is_dead", "pinned_s"), [(True, 40.0), (False, 1120.0)], ids=["quarantine_s", "lease and unreachable_s"]
+)
+def test_pages_of_a_prefiller_that_does_not_answer_are_waited_out(rig: Rig, is_dead: bool, pinned_s: float) -> None:
     before = rig.free_blocks
     request, transfer = hold(rig)
     rig.abort(request)
@@ -197,6 +197,41 @@ def test_pages_of_an_unreachable_prefiller_wait_out_its_lease_and_the_quarantine
     assert rig.counters["fences_expired"] == 1
 
 
+def test_a_prefiller_that_answers_late_gives_the_pages_back(rig: Rig) -> None:
+    before = rig.free_blocks
+    request, transfer = hold(rig)
+    rig.abort(request)
+    give_up(rig, request, transfer, failed=False)
+    rig.dispatcher.answer_fence(transfer, is_quiet=False)
+    rig.step()
+    rig.clock.advance(900.0)
+    rig.step()
+    assert before - rig.free_blocks == PAGES  # law 1: it may be standing still with a write in flight
+    assert transfer not in rig.dispatcher.finished  # it is asked again meanwhile
+    rig.dispatcher.answer_fence(transfer, is_quiet=True)
+    rig.step()
+    assert rig.free_blocks == before
+    assert transfer in rig.dispatcher.finished
+    assert rig.counters["fences_lifted"] == 1
+
+
+def test_a_prefiller_found_dead_late_is_waited_out_by_the_quarantine_alone(rig: Rig) -> None:
+    before = rig.free_blocks
+    request, transfer = hold(rig)
+    rig.abort(request)
+    give_up(rig, request, transfer, failed=False)
+    rig.dispatcher.answer_fence(transfer, is_quiet=False)
+    rig.step()
+    rig.dispatcher.answer_fence(transfer, is_quiet=False, is_dead=True)
+    rig.step()
+    rig.clock.advance(39.9)
+    rig.step()
+    assert before - rig.free_blocks == PAGES  # law 1
+    rig.clock.advance(0.2)
+    rig.step()
+    assert rig.free_blocks == before
+
+
 def test_a_dispatcher_that_never_answers_a_fence_does_not_keep_the_pages(rig: Rig) -> None:
     before = rig.free_blocks
     request, transfer = hold(rig)
@@ -205,6 +240,6 @@ def test_a_dispatcher_that_never_answers_a_fence_does_not_keep_the_pages(rig: Ri
     rig.clock.advance(5.0 + MARGIN_S + 0.1)
     rig.step()
     assert before - rig.free_blocks == PAGES
-    rig.clock.advance(160.0)
+    rig.clock.advance(1120.0)
     rig.run_until_done()
     assert rig.free_blocks == before

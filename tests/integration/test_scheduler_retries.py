@@ -102,7 +102,7 @@ def test_there_is_no_retry_without_time_for_it(rig: Rig) -> None:
     assert rig.step().tokens == {request.request_id: PROMPT}
 
 
-def test_the_quarantine_of_a_second_attempt_counts_its_own_lease(rig: Rig) -> None:
+def test_the_silence_of_a_second_attempt_counts_its_own_lease(rig: Rig) -> None:
     before = rig.free_blocks
     request, first_id = hold(rig)
     rig.clock.advance(100.0)
@@ -114,7 +114,7 @@ def test_the_quarantine_of_a_second_attempt_counts_its_own_lease(rig: Rig) -> No
     rig.obey(rig.schedule())
     rig.dispatcher.answer_fence(second_id, is_quiet=False)
     rig.step()
-    rig.clock.advance(59.9)  # 20 of the lease and quarantine_s
+    rig.clock.advance(1019.9)  # 20 of the lease and unreachable_s
     rig.step()
     assert before - rig.free_blocks == PAGES  # law 1
     rig.clock.advance(0.2)

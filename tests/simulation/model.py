@@ -4,11 +4,12 @@
 
 One decoder request of `UNITS` writes and one prefiller rank whose process may die once and be followed by another at
 the same address. Whatever is in flight arrives in any order; notes and answers may be lost, notes may come twice; the
-prefiller may be arbitrarily slow. Transitions are those of the real tables; counting is the real `CompletionTable`.
+prefiller may be arbitrarily slow, and stand still once, for up to `STILL_S`. Transitions are those of the real tables;
+counting is the real `CompletionTable`.
 
 Time is in ticks, and passes only when nothing is due: a decoder's timers fire, its workers obey their orders, and the
-transport keeps its bound: a posted write lands or fails within `WRITE_S`, what is left of a failed one lands within
-`LATE_S` or never.
+transport keeps its bound: a posted write lands or fails within `WRITE_S`, not counting ticks in which its sender stands
+still, and what is left of a failed one lands within `LATE_S` or never.
 
 Safety: no write lands in pages that the transfer does not own any more; no request runs before its pages have arrived.
 Liveness: from every state the reservation can end, and time cannot pass for ever without its ending.
@@ -34,7 +35,9 @@ from vllm_pd_connector.lifecycle.table import step
 UNITS = 2
 DEADLINE_S, SETTLE_S, FENCE_S, LEASE_S = 2, 1, 1, 2
 WRITE_S, LATE_S = 1, 1
+STILL_S = 2
 QUARANTINE_S = WRITE_S + LATE_S
+UNREACHABLE_S = STILL_S + WRITE_S + LATE_S
 TRANSFER = TransferId("t")
 
 
@@ -49,11 +52,12 @@ class Write(NamedTuple):
 class State(NamedTuple):
     """Everything that can differ between two moments.
 
-    Decoder: `decode`, its deadline, `fence`, its deadline, whether the sender is known to be dead, ticks since the
-    dispatch was closed; what vLLM does with the request (held, running, gone); the worker's order to hand back, its
-    one report on its way, and the notes it has counted.
-    Prefiller: whether the first process lives and whether another one answers at its address; the transfer, the writes
-    posted so far, ticks left of the lease, whether it was fenced, whether a write failed, whether a fence waits.
+    Decoder: `decode`, its deadline, `fence`, its deadline, ticks since the dispatch was closed; what vLLM does with the
+    request (held, running, gone); the worker's order to hand back, its one report on its way, and the notes it has
+    counted.
+    Prefiller: whether the first process lives, for how long it stands still and whether it still may, and whether
+    another one answers at its address; the transfer, the writes posted so far, ticks left of the lease, whether it was
+    fenced, whether a write failed, whether a fence waits.
     In flight: dispatch, its close, reply, fence, answer, failure note, writes, notes.
     """
 
@@ -61,7 +65,6 @@ class State(NamedTuple):
     timer: int | None = DEADLINE_S
     fence: FenceState | None = None
     fence_timer: int | None = None
-    is_dead: bool = False
     since_close: int = 0
     request: str = "held"
     hand_back: str = ""
@@ -71,6 +74,8 @@ class State(NamedTuple):
     is_forgotten: bool = False
     landed: frozenset[int] = frozenset()
     lives: bool = True
+    still: int = 0
+    may_stop: bool = True
     is_followed: bool = False
     out: OutgoingState | None = None
     posted: int = 0
@@ -90,7 +95,7 @@ class State(NamedTuple):
     @property
     def owns_pages(self) -> bool:
         """The transfer's pages are still its own: held for it, or pinned by its fence."""
-        return self.request == "held" or self.fence in (FenceState.ASKING, FenceState.QUARANTINED)
+        return self.request == "held" or self.fence not in (None, FenceState.LIFTED)
 
     @property
     def is_over(self) -> bool:
@@ -123,7 +128,9 @@ def plain(s: State) -> State:
     if s.decode is DecodeState.RELEASED:
         s = s._replace(reply="", failure_note=False)
     if s.fence in (None, FenceState.LIFTED):
-        s = s._replace(answer="", is_dead=False, since_close=0)
+        s = s._replace(answer="", since_close=0)
+    if not s.lives:
+        s = s._replace(still=0, may_stop=False)
     return s
 
 
@@ -156,11 +163,11 @@ def _fence_event(s: State, event: FenceEvent) -> State:
     target, commands = step(fence.FENCE_TABLE, s.fence, event)
     s = s._replace(fence=target)
     for command in commands:
-        if command is FenceCommand.ARM_QUARANTINE:
-            end = fence.quarantine_end(
-                now=0, closed_at=-s.since_close, lease_s=LEASE_S, quarantine_s=QUARANTINE_S, is_dead=s.is_dead
-            )
+        if command is FenceCommand.ARM_SILENCE:
+            end = fence.silence_end(now=0, closed_at=-s.since_close, lease_s=LEASE_S, unreachable_s=UNREACHABLE_S)
             s = s._replace(fence_timer=int(end))
+        elif command is FenceCommand.ARM_QUARANTINE:
+            s = s._replace(fence_timer=QUARANTINE_S)
         elif command is FenceCommand.UNPIN:
             s = s._replace(fence_timer=None, is_forgotten=s.is_forgotten or s.decode is DecodeState.RELEASED)
     return s
@@ -171,6 +178,10 @@ def _decoder(s: State) -> Iterator[Move]:
         yield "the client leaves", _decode_event(s, DecodeEvent.ABORTED)
     if s.timer == 0:
         yield "deadline", _decode_event(s._replace(timer=None), DecodeEvent.DEADLINE)
+    if s.fence is FenceState.ASKING:
+        yield "no answer in time", _fence_event(s, FenceEvent.UNREACHABLE)
+    if s.fence is FenceState.SILENT and not (s.asked or s.answer or s.fence_waits):
+        yield "asks again", s._replace(asked=True)
     if s.fence_timer == 0:
         yield "the fence's deadline", _fence_event(s._replace(fence_timer=None), FenceEvent.DEADLINE)
     if s.hand_back:
@@ -184,6 +195,12 @@ def _decoder(s: State) -> Iterator[Move]:
 
 
 def _prefiller(s: State) -> Iterator[Move]:
+    if s.lives and s.may_stop:
+        yield "stands still", s._replace(still=STILL_S, may_stop=False)
+    if s.still:
+        yield "goes on", s._replace(still=0)
+        yield "dies", _die(s)
+        return
     if s.dispatch == "sent" and s.lives:
         born = OutgoingState.CANCELLED if s.is_fenced else OutgoingState.OPEN
         taken = s._replace(dispatch="taken", out=born, lease=LEASE_S)
@@ -224,6 +241,8 @@ def _writer(s: State) -> Iterator[Move]:
 
 def _network(s: State) -> Iterator[Move]:
     for write in s.writes:
+        if s.still and not write.is_late:
+            continue
         rest = tuple(w for w in s.writes if w != write)
         if not s.owns_pages:
             raise Broken(f"write {write.seq} may land in pages that are no longer the transfer's")
@@ -253,11 +272,8 @@ def _network(s: State) -> Iterator[Move]:
     if s.answer:
         if s.fence is not None:
             quiet = s.answer == "quiet"
-            told = s._replace(is_dead=not quiet) if s.fence is FenceState.ASKING else s
-            yield (
-                f"the answer comes: {s.answer}",
-                _fence_event(told, FenceEvent.QUIET if quiet else FenceEvent.UNREACHABLE)._replace(answer=""),
-            )
+            told = _fence_event(s, FenceEvent.QUIET if quiet else FenceEvent.GONE)
+            yield f"the answer comes: {s.answer}", told._replace(answer="")
         yield "the answer is lost", s._replace(answer="")
 
 
@@ -305,7 +321,7 @@ def _die(s: State) -> State:
 
 def _time_may_pass(s: State) -> bool:
     due = s.timer == 0 or s.fence_timer == 0 or s.hand_back or s.report
-    return not due and all(write.left for write in s.writes) and not (s.is_over and not s.writes)
+    return not due and all(write.left or _rests(s, write) for write in s.writes) and not (s.is_over and not s.writes)
 
 
 def _tick(s: State) -> State:
@@ -314,8 +330,14 @@ def _tick(s: State) -> State:
         fence_timer=None if s.fence_timer is None else s.fence_timer - 1,
         since_close=min(LEASE_S, s.since_close + 1) if s.fence is not None else 0,
         lease=max(0, s.lease - 1),
-        writes=tuple(w._replace(left=w.left - 1) for w in s.writes),
+        still=max(0, s.still - 1),
+        writes=tuple(w if _rests(s, w) else w._replace(left=w.left - 1) for w in s.writes),
     )
+
+
+def _rests(s: State, write: Write) -> bool:
+    """Its sender has not handed it over, and stands still."""
+    return bool(s.still) and not write.is_late
 
 
 def _and(writes: tuple[Write, ...], write: Write) -> tuple[Write, ...]:

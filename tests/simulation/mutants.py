@@ -236,19 +236,25 @@ def _(stack: ExitStack) -> None:
 @mutant(1, "a sender that cannot be reached counts as quiet")
 def _(stack: ExitStack) -> None:
     lifted = (FenceState.LIFTED, (FenceCommand.UNPIN,))
-    row = {**FENCE_TABLE[FenceState.ASKING], FenceEvent.UNREACHABLE: lifted, FenceEvent.DEADLINE: lifted}
+    row = {
+        **FENCE_TABLE[FenceState.ASKING],
+        FenceEvent.UNREACHABLE: lifted,
+        FenceEvent.GONE: lifted,
+        FenceEvent.DEADLINE: lifted,
+    }
     stack.enter_context(patch.dict(FENCE_TABLE, {FenceState.ASKING: row}))
 
 
-@mutant(1, "the quarantine is over at once")
+@mutant(1, "what a dead sender had on the wire is not waited out")
 def _(stack: ExitStack) -> None:
-    replace(stack, fenced_pages, "quarantine_end", lambda *, now, **_: now)
+    lifted = (FenceState.LIFTED, (FenceCommand.UNPIN,))
+    for state in (FenceState.ASKING, FenceState.SILENT):
+        stack.enter_context(patch.dict(FENCE_TABLE, {state: {**FENCE_TABLE[state], FenceEvent.GONE: lifted}}))
 
 
-@mutant(1, "the quarantine does not wait for the lease of a sender that may live", sleeper)
+@mutant(1, "a silent sender is waited for without its lease", sleeper)
 def _(stack: ExitStack) -> None:
-    real = fenced_pages.quarantine_end
-    replace(stack, fenced_pages, "quarantine_end", lambda **times: real(**{**times, "is_dead": True}))
+    replace(stack, fenced_pages, "silence_end", lambda *, now, **_: now + TIMES["quarantine_s"])
 
 
 @mutant(1, "a prefiller keeps writing after its lease", sleeper)

@@ -60,13 +60,25 @@ MUTANTS: dict[str, tuple[str, Callable[[], object]]] = {
         "may land",
         lambda: _fence_row(_F.ASKING, FenceEvent.DEADLINE, _F.LIFTED, FenceCommand.UNPIN),
     ),
-    "the quarantine is over at once": (
+    "a silent sender is waited for no longer than its lease": (
         "may land",
-        lambda: patch.object(fence, "quarantine_end", lambda *, now, **_: now),
+        lambda: patch.object(fence, "silence_end", lambda *, closed_at, lease_s, **_: closed_at + lease_s),
     ),
-    "the quarantine of a living sender does not wait for its lease": (
+    "the wait for a silent sender does not begin with the end of its lease": (
         "may land",
-        lambda: patch.object(fence, "quarantine_end", lambda *, now, quarantine_s, **_: now + quarantine_s),
+        lambda: patch.object(fence, "silence_end", lambda *, now, unreachable_s, **_: now + unreachable_s),
+    ),
+    "a silent sender is waited for no longer than a dead one, after its lease": (
+        "may land",
+        lambda: patch.object(model, "UNREACHABLE_S", model.QUARANTINE_S),
+    ),
+    "what a dead sender had on the wire is not waited out": (
+        "may land",
+        lambda: _fence_row(_F.ASKING, FenceEvent.GONE, _F.LIFTED, FenceCommand.UNPIN),
+    ),
+    "a silent sender that is found dead counts as quiet": (
+        "may land",
+        lambda: _fence_row(_F.SILENT, FenceEvent.GONE, _F.LIFTED, FenceCommand.UNPIN),
     ),
     "a cancelled transfer goes on posting": (
         "may land",
@@ -75,6 +87,10 @@ MUTANTS: dict[str, tuple[str, Callable[[], object]]] = {
     "a request that settles waits for ever": (
         "time may pass for ever",
         lambda: _decode_row(_D.SETTLING, DecodeEvent.DEADLINE, _D.SETTLING),
+    ),
+    "more silence prolongs the wait": (
+        "time may pass for ever",
+        lambda: _fence_row(_F.SILENT, FenceEvent.DEADLINE, _F.SILENT, FenceCommand.ARM_SILENCE),
     ),
     "a quarantine begins again when it is over": (
         "can never end",

@@ -99,9 +99,8 @@ class World:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_every_request_ends_once_and_every_page_comes_back(tmp_path: Path, seed: int) -> None:
-    rig = make_rig(
-        tmp_path, num_blocks=BLOCKS, prefillers=POOL, on_failure=random.Random(seed).choice(["local", "error"])
-    )
+    on_failure = random.Random(seed).choice(["local", "error"])
+    rig = make_rig(tmp_path, num_blocks=BLOCKS, prefillers=POOL, on_failure=on_failure, unreachable_s=200.0)
     before = rig.free_blocks
     world = World(rig, seed)
     for _ in range(STEPS):

@@ -7,7 +7,7 @@ import pytest
 
 from vllm_pd_connector.errors import InvariantBroken
 from vllm_pd_connector.lifecycle.decode_request import DECODE_TABLE, DecodeCommand, DecodeEvent, DecodeState
-from vllm_pd_connector.lifecycle.fence import FENCE_TABLE, FenceCommand, FenceEvent, FenceState, quarantine_end
+from vllm_pd_connector.lifecycle.fence import FENCE_TABLE, FenceCommand, FenceEvent, FenceState, silence_end
 from vllm_pd_connector.lifecycle.outgoing import OUTGOING_TABLE, OutgoingCommand, OutgoingEvent, OutgoingState
 from vllm_pd_connector.lifecycle.prefiller import (
     PREFILLER_TABLE,
@@ -98,10 +98,16 @@ def test_pages_are_unpinned_exactly_when_a_fence_is_lifted() -> None:
 
 def test_an_unreachable_sender_is_waited_out_not_trusted() -> None:
     for event in (FenceEvent.UNREACHABLE, FenceEvent.DEADLINE):
-        assert step(FENCE_TABLE, FenceState.ASKING, event) == (
-            FenceState.QUARANTINED,
-            (FenceCommand.ARM_QUARANTINE,),
-        )
+        assert step(FENCE_TABLE, FenceState.ASKING, event) == (FenceState.SILENT, (FenceCommand.ARM_SILENCE,))
+
+
+def test_silence_is_not_prolonged_by_more_silence() -> None:
+    assert step(FENCE_TABLE, FenceState.SILENT, FenceEvent.UNREACHABLE) == (FenceState.SILENT, ())
+
+
+@pytest.mark.parametrize("state", [FenceState.ASKING, FenceState.SILENT])
+def test_what_a_dead_sender_had_on_the_wire_is_waited_out(state: FenceState) -> None:
+    assert step(FENCE_TABLE, state, FenceEvent.GONE) == (FenceState.QUARANTINED, (FenceCommand.ARM_QUARANTINE,))
 
 
 def test_a_cancelled_transfer_never_opens_again() -> None:
@@ -115,12 +121,10 @@ def test_a_cancel_drops_what_is_not_posted(state: OutgoingState) -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_dead", "now", "end"),
-    [(True, 100.0, 110.0), (False, 100.0, 140.0), (False, 200.0, 210.0)],
-    ids=["gone for certain", "may write until its lease ends", "its lease is over"],
+    ("now", "end"), [(100.0, 140.0), (200.0, 210.0)], ids=["may write until its lease ends", "its lease is over"]
 )
-def test_quarantine_end(is_dead: bool, now: float, end: float) -> None:
-    assert quarantine_end(now=now, closed_at=10.0, lease_s=120.0, quarantine_s=10.0, is_dead=is_dead) == end
+def test_silence_end(now: float, end: float) -> None:
+    assert silence_end(now=now, closed_at=10.0, lease_s=120.0, unreachable_s=10.0) == end
 
 
 def pool(*outstanding: int, state: PrefillerState = PrefillerState.USABLE) -> list[Candidate]:

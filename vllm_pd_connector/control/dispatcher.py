@@ -18,12 +18,12 @@ import aiohttp
 import msgspec
 
 from vllm_pd_connector.config import PDConfig
-from vllm_pd_connector.control.fence_client import FenceClient
+from vllm_pd_connector.control.fence_client import FenceClient, FenceOutcome
 from vllm_pd_connector.control.keys import ControlKey
 from vllm_pd_connector.control.pool import Prefiller, PrefillerPool
 from vllm_pd_connector.control.prefiller_client import NotTaken, PrefillerClient, ShuttingDown
 from vllm_pd_connector.errors import PDConnectorError, PeerLost, ProtocolError
-from vllm_pd_connector.lifecycle.backoff import pause_s
+from vllm_pd_connector.lifecycle import backoff
 from vllm_pd_connector.lifecycle.decode_request import DecodeEvent
 from vllm_pd_connector.lifecycle.peer_clock import PeerClock
 from vllm_pd_connector.lifecycle.prefiller import Candidate
@@ -33,6 +33,9 @@ from vllm_pd_connector.wire.messages import DispatchReply, HelloReply, Reservati
 from vllm_pd_connector.wire.transfer_params import RESERVATION, to_params
 
 logger = getLogger(__name__)
+
+ASK_AGAIN_S, MAX_ASK_AGAIN_S = 1.0, 16.0
+"""Seconds until a prefiller that did not answer a fence is asked again; doubled each time, up to the second."""
 
 WATCH_PAUSE_S = 0.25
 """Seconds from a prefiller's answer until its ranks are asked about pages still missing; doubled each time."""
@@ -124,6 +127,7 @@ class Dispatcher:
         self._open_fences = open_fences
         self._pool = PrefillerPool(config, self._client, self._spawn, engine_id=engine_id, model=model, shape=shape)
         self._sent: dict[str, _Sent] = {}
+        self._asked: set[str] = set()
         self._events: deque[DispatchOutcome | FenceResult] = deque()
         self._loop = open_loop()
         self._thread = threading.Thread(target=self._run, name="pd-dispatcher", daemon=True)
@@ -165,8 +169,11 @@ class Dispatcher:
         self._loop.call_soon_threadsafe(self._cancel, transfer_id)
 
     def fence(self, transfer_id: str) -> None:
-        """Ask whoever may write for a transfer to go quiet; exactly one `FenceResult` follows."""
-        self._loop.call_soon_threadsafe(lambda: self._spawn(self._ask_quiet(transfer_id)))
+        """Ask whoever may write for a transfer to go quiet; one `FenceResult` follows.
+
+        If it is neither quiet nor dead, they are asked again until they are, when another one follows, or `finish`.
+        """
+        self._loop.call_soon_threadsafe(self._begin_fence, transfer_id)
 
     def finish(self, transfer_id: str) -> None:
         """Nothing more will be asked about a transfer. A reply that comes within `settle_s` is read and ignored."""
@@ -208,7 +215,12 @@ class Dispatcher:
         if sent is not None and sent.task is not None:
             sent.task.cancel()
 
+    def _begin_fence(self, transfer_id: str) -> None:
+        self._asked.add(transfer_id)
+        self._spawn(self._ask_quiet(transfer_id))
+
     def _finish(self, transfer_id: str) -> None:
+        self._asked.discard(transfer_id)
         sent = self._sent.pop(transfer_id, None)
         if sent is not None and sent.task is not None and not sent.task.done():
             # A machine that died after its last write never answers, and would count as serving us for ever.
@@ -232,7 +244,7 @@ class Dispatcher:
                         "event=dispatch_not_taken transfer=%s prefiller=%s reason=%s", transfer_id, url, error
                     )
                     if error.is_busy:
-                        pauses[url] = pause_s(attempt, retry_after_s=error.retry_after_s, dice=random.random())
+                        pauses[url] = backoff.pause_s(attempt, retry_after_s=error.retry_after_s, dice=random.random())
             now = self._loop.time()
             urls = [url for url in urls if url in pauses and now + pauses[url] <= give_up_at]
             if urls:
@@ -320,9 +332,21 @@ class Dispatcher:
     async def _ask_quiet(self, transfer_id: str) -> None:
         sent = self._sent.pop(transfer_id, None)
         if sent is None or sent.hello is None or self._fences is None:
-            self._events.append(FenceResult(transfer_id=transfer_id, is_quiet=True, is_dead=False, reason=""))
+            self._tell(transfer_id, FenceOutcome(is_quiet=True))
             return
         outcome = await self._fences.ask(sent.hello.controls, transfer_id, self._config.fence_s)
+        self._tell(transfer_id, outcome)
+        pause_s = ASK_AGAIN_S
+        while not (outcome.is_quiet or outcome.is_dead):
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_ASK_AGAIN_S)
+            if transfer_id not in self._asked:
+                return
+            outcome = await self._fences.ask(sent.hello.controls, transfer_id, self._config.fence_s)
+            if outcome.is_quiet or outcome.is_dead:
+                self._tell(transfer_id, outcome)
+
+    def _tell(self, transfer_id: str, outcome: FenceOutcome) -> None:
         self._events.append(
             FenceResult(
                 transfer_id=transfer_id, is_quiet=outcome.is_quiet, is_dead=outcome.is_dead, reason=outcome.reason

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from vllm_pd_connector.control.fence_client import MARGIN_S
 from vllm_pd_connector.engine import vllm_compat
 from vllm_pd_connector.lifecycle.deadline import Deadlines
-from vllm_pd_connector.lifecycle.fence import FENCE_TABLE, FenceCommand, FenceEvent, FenceState, quarantine_end
+from vllm_pd_connector.lifecycle.fence import FENCE_TABLE, FenceCommand, FenceEvent, FenceState, silence_end
 from vllm_pd_connector.lifecycle.table import step
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ class Fenced:
     closed_at: float
     lease_s: float
     state: FenceState = FenceState.ASKING
-    is_dead: bool = False
 
 
 class FencedPages:
@@ -107,10 +106,11 @@ class FencedPages:
         fenced = self._fenced.get(result.transfer_id)
         if fenced is None:
             return
-        fenced.is_dead = result.is_dead
-        if not result.is_quiet:
-            logger.warning("event=fence_unanswered transfer=%s reason=%s", result.transfer_id, result.reason)
-        self._event(fenced, FenceEvent.QUIET if result.is_quiet else FenceEvent.UNREACHABLE)
+        if result.is_quiet:
+            self._event(fenced, FenceEvent.QUIET)
+            return
+        logger.warning("event=fence_unanswered transfer=%s reason=%s", result.transfer_id, result.reason)
+        self._event(fenced, FenceEvent.GONE if result.is_dead else FenceEvent.UNREACHABLE)
 
     def expire(self) -> None:
         """Carry out what is due."""
@@ -121,15 +121,16 @@ class FencedPages:
         fenced.state, commands = step(FENCE_TABLE, fenced.state, event)
         for command in commands:
             match command:
-                case FenceCommand.ARM_QUARANTINE:
-                    end = quarantine_end(
+                case FenceCommand.ARM_SILENCE:
+                    end = silence_end(
                         now=self._clock(),
                         closed_at=fenced.closed_at,
                         lease_s=fenced.lease_s,
-                        quarantine_s=self._config.quarantine_s,
-                        is_dead=fenced.is_dead,
+                        unreachable_s=self._config.unreachable_s,
                     )
                     self._deadlines.arm(fenced.transfer_id, end)
+                case FenceCommand.ARM_QUARANTINE:
+                    self._deadlines.arm(fenced.transfer_id, self._clock() + self._config.quarantine_s)
                 case FenceCommand.UNPIN:
                     self._lift(fenced, event)
 
@@ -139,5 +140,6 @@ class FencedPages:
         self._deadlines.disarm(fenced.transfer_id)
         del self._fenced[fenced.transfer_id]
         self._tally.add("fences_lifted" if cause is FenceEvent.QUIET else "fences_expired")
+        self._dispatcher.finish(fenced.transfer_id)
         self._timeline.mark(fenced.transfer_id, "fence_lifted", cause=cause.name.lower())
         self._on_lifted(fenced.transfer_id)

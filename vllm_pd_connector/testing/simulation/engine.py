@@ -370,7 +370,8 @@ class Engine:
         """Every block that is not free has owners, as many as vLLM counts (no page is held without one)."""
         decode = self.half._decode
         for fenced in decode._fenced.values() if decode is not None else ():
-            limit = fenced.lease_s + self.half._config.quarantine_s + SLACK_S + self.process.paused_s
+            config = self.half._config
+            limit = fenced.lease_s + config.unreachable_s + config.quarantine_s + SLACK_S + self.process.paused_s
             if self.process.clock() - fenced.closed_at > limit:
                 self._world.break_law(8, f"pages of {fenced.transfer_id[:6]} have been fenced for more than {limit} s")
         if self._num_steps % OWNERS_EVERY:

@@ -148,6 +148,7 @@ TIMES = {
     "settle_s": 2.0,
     "fence_s": 1.0,
     "quarantine_s": 6.0,
+    "unreachable_s": 12.0,
     "connect_timeout_s": 0.5,
     "retry_s": 0.5,
 }

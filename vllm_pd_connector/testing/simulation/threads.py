@@ -75,6 +75,7 @@ class SimulatedDispatcher(Dispatcher):
         self._world = process.world
         self._outcomes: dict[str, DecodeEvent | None] = {}
         self.unanswered: set[str] = set()
+        self._silent: set[str] = set()
         loop = VirtualLoop(process)
         super().__init__(
             *args,
@@ -107,9 +108,13 @@ class SimulatedDispatcher(Dispatcher):
         return events
 
     def _check_result(self, event: FenceResult) -> None:
-        if event.transfer_id not in self.unanswered:
+        """One for each fence; after silence another one, that is none, may follow."""
+        is_certain = event.is_quiet or event.is_dead
+        expected = self.unanswered | self._silent if is_certain else self.unanswered
+        if event.transfer_id not in expected:
             self._world.break_law(7, f"a fence is answered that was not asked, or twice: {event}")
         self.unanswered.discard(event.transfer_id)
+        (self._silent.discard if is_certain else self._silent.add)(event.transfer_id)
 
     def _check_outcome(self, event: DispatchOutcome) -> None:
         """One for each dispatch; after ANSWERED it may still turn out to have FAILED."""
