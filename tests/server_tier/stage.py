@@ -20,7 +20,14 @@ from vllm_pd_connector.testing.servers import Server, ServerFailed, ServerSpec, 
 
 START_S = 400.0
 # One attempt: a test names the prefiller whose failure it looks at. Retries: `fault_run` and `integration`.
-SHORT = {"min_remote_tokens": 1, "settle_s": 3, "quarantine_s": 3, "unreachable_s": 3, "retry_s": 0.5, "max_attempts": 1}
+SHORT = {
+    "min_remote_tokens": 1,
+    "settle_s": 3,
+    "quarantine_s": 3,
+    "unreachable_s": 3,
+    "retry_s": 0.5,
+    "max_attempts": 1,
+}
 TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-prompt-tokens-details")
 FLOAT32 = ("--dtype", "float32")
 REDUCED = ("--dtype", "bfloat16")
