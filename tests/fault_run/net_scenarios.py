@@ -59,9 +59,9 @@ def blip_network(cast: Cast, want: Want, chance: random.Random) -> Outcome:
 
 
 def bad_network(cast: Cast, want: Want, chance: random.Random) -> Outcome:
-    """Loss and delay on both ends."""
+    """The link does its worst on both ways while prompts are written."""
     assert cast.link is not None
-    outcome = Outcome(f"{cast.link.spoil()} on both ends")
+    outcome = Outcome(f"{cast.link.spoil()} on both ways")
     try:
         load = Load(cast.decoder.url, want, LIMIT_S)
         outcome.count(Crowd(cast.decoder.url, LONG, want, LIMIT_S).join(), LIMIT_S)

@@ -42,6 +42,16 @@ def networked(folder: Path) -> Iterator[Cast]:
 
 
 @contextmanager
+def lossy(folder: Path) -> Iterator[Cast]:
+    """The same over a link that can lose and delay packets."""
+    with (
+        open_link(can_lose=True) as link,
+        Cast(folder / "lossy", 1, args=("--num-gpu-blocks-override", "640"), link=link) as cast,
+    ):
+        yield cast
+
+
+@contextmanager
 def tiny(folder: Path) -> Iterator[Cast]:
     """256 blocks on each side; developers' endpoints are open."""
     env = {"VLLM_SERVER_DEV_MODE": "1"}
@@ -110,6 +120,7 @@ STAGES: dict[str, tuple[OpenStage, Callable[[], str], dict[str, Scenario]]] = {
             "stop-in-write": net.stop_in_write,
         },
     ),
+    "lossy": (lossy, why_not, {"lose-packets": net.bad_network}),
     "tiny": (
         tiny,
         lambda: "",
