@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from server_tier.ask import Answer, Score, ask, body_of, fresh_salt
 from server_tier.fixtures import FLOAT32_TIE, FLOAT32_TOLERANCE
@@ -44,11 +44,17 @@ class Tally:
     def wrong(self) -> list[str]:
         return self.score.complaints
 
-    def ask(self, url: str, name: str, want: Answer, limit_s: float, salt: str = "") -> None:
-        """One client: it waits `limit_s` and not longer. Clients with the same `salt` share pages."""
+    def ask(
+        self, url: str, name: str, want: Answer, limit_s: float, salt: str = "", max_tokens: int = MAX_TOKENS
+    ) -> None:
+        """One client: it waits `limit_s` and not longer. Clients with the same `salt` share pages.
+
+        Of a longer answer than the reference's, what the reference has is compared.
+        """
         started = time.monotonic()
         try:
-            got = ask(url, PROMPTS[name], max_tokens=MAX_TOKENS, cache_salt=salt or fresh_salt(), timeout_s=limit_s)
+            got = ask(url, PROMPTS[name], max_tokens=max_tokens, cache_salt=salt or fresh_salt(), timeout_s=limit_s)
+            got = replace(got, ids=got.ids[:MAX_TOKENS], top=got.top[:MAX_TOKENS])
         except (AssertionError, OSError, http.client.HTTPException) as error:
             with self._lock:
                 self.errors.append(f"{name}: {type(error).__name__}: {str(error)[:200]}")
@@ -69,13 +75,22 @@ class Crowd:
         want: the right answers.
         limit_s: the longest any of them waits.
         salt: crowds with the same one share pages; empty: nobody does.
+        max_tokens: of each answer.
     """
 
-    def __init__(self, url: str, names: Sequence[str], want: dict[str, Answer], limit_s: float, salt: str = "") -> None:
+    def __init__(
+        self,
+        url: str,
+        names: Sequence[str],
+        want: dict[str, Answer],
+        limit_s: float,
+        salt: str = "",
+        max_tokens: int = MAX_TOKENS,
+    ) -> None:
         self.tally = Tally()
         self._pool = ThreadPoolExecutor(max_workers=len(names))
         for name in names:
-            self._pool.submit(self.tally.ask, url, name, want[name], limit_s, salt)
+            self._pool.submit(self.tally.ask, url, name, want[name], limit_s, salt, max_tokens)
 
     def join(self) -> Tally:
         self._pool.shutdown(wait=True)

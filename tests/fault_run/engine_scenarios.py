@@ -18,25 +18,27 @@ from vllm_pd_connector.testing.servers import Server
 
 PREEMPTIONS = "vllm:num_preemptions_total"
 NUM_RESETS = 6
+GROWN_TOKENS = 200
 HOUR_S = 3600
 
 
 def preempt(cast: Cast, want: Want, chance: random.Random) -> Outcome:
-    """More prompts and answers than the pages of either side hold: both preempt, nobody gets a wrong answer."""
+    """Answers grow until the pages of either side are too few: both preempt, nobody gets a wrong answer."""
     outcome = Outcome("tiny KV space on both sides: preemption")
     servers = [cast.decoder, *cast.prefillers]
     before = [vllm_metric(server, PREEMPTIONS) for server in servers]
-    waits = Since(cast.prefillers[0])
-    # Several rounds, each prompt also with a long answer, so that running answers need pages as well.
-    for _ in range(2):
-        crowd = Crowd(cast.decoder.url, [*LONG, *SMALL[:10]], want, LIMIT_S * 2)
-        direct = Crowd(cast.prefillers[0].url, LONG[:3], want, LIMIT_S * 2)
-        outcome.count(crowd.join(), LIMIT_S * 2)
-        outcome.count(direct.join(), LIMIT_S * 2)
+    since = Since(cast.prefillers[0])
+    limit_s = LIMIT_S * 3
+    # vLLM admits a prompt only where all of it fits: answers have to grow, on the prefiller those of its own clients.
+    crowds = [Crowd(server.url, SMALL[:30], want, limit_s, max_tokens=GROWN_TOKENS) for server in servers]
+    crowds.append(Crowd(cast.decoder.url, [*LONG, *SMALL[30:]], want, limit_s))
+    for crowd in crowds:
+        outcome.count(crowd.join(), limit_s)
     after = [vllm_metric(server, PREEMPTIONS) for server in servers]
-    outcome.more["preemptions"] = {s.name: int(b - a) for s, a, b in zip(servers, before, after, strict=True)}
+    preemptions = {s.name: int(b - a) for s, a, b in zip(servers, before, after, strict=True)}
+    outcome.complaints += [f"{name} preempted nothing" for name, number in preemptions.items() if not number]
     names = ("preemption_waits", "preemption_wait_us")
-    outcome.more |= dict(zip(names, waits(*names), strict=True))
+    outcome.more = {"preemptions": preemptions, **dict(zip(names, since(*names), strict=True))}
     check(outcome, cast.decoder, cast.prefillers, want, LIMIT_S)
     return outcome
 
