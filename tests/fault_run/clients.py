@@ -54,6 +54,7 @@ class Tally:
         started = time.monotonic()
         try:
             got = ask(url, PROMPTS[name], max_tokens=max_tokens, cache_salt=salt or fresh_salt(), timeout_s=limit_s)
+            assert got.body["choices"][0]["finish_reason"] != "abort", "vLLM broke the answer off"
             got = replace(got, ids=got.ids[:MAX_TOKENS], top=got.top[:MAX_TOKENS])
         except (AssertionError, OSError, http.client.HTTPException) as error:
             with self._lock:
