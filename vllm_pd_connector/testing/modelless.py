@@ -15,6 +15,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MAX_MODEL_LEN = 2048
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "float32",
+}
 
 
 def modelless_config(
@@ -42,18 +53,7 @@ def modelless_config(
     """
     register()
     init_none_hash(sha256)
-    model = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": num_kv_heads,
-        "vocab_size": 32_000,
-        "max_position_embeddings": 4096,
-        "torch_dtype": "float32",
-    }
+    model = {**MODEL, "num_key_value_heads": num_kv_heads}
     (directory / "config.json").write_text(json.dumps(model))
     cache = CacheConfig(block_size=block_size, enable_prefix_caching=prefix_caching)
     cache.num_gpu_blocks = num_blocks
