@@ -73,7 +73,7 @@ def broken_off(seed: int, _: int) -> Scenario:
     scenario = _small(seed, [None, None], Fault(kind="kill", at=at, target="p0", seconds=1.0))
     config = {**scenario.config, "min_write_bytes": 1}
     noise = Noise(slow=0.3, slow_s=0.1, note_lost=0.1)
-    return dataclasses.replace(scenario, num_ranks=2, config=config, noise=noise)
+    return dataclasses.replace(scenario, shape=Shape(Side(2), Side(2), 2), config=config, noise=noise)
 
 
 def held_back(seed: int, _: int) -> Scenario:
@@ -86,7 +86,7 @@ def held_back(seed: int, _: int) -> Scenario:
         Fault(kind="pause", at=0.9, target="p0", seconds=wakes_at - 0.9),
         Fault(kind="cut", at=1.2, target="d0", other="p0", seconds=wakes_at - 1.2 - random.uniform(0.0, 0.3)),
     )
-    return dataclasses.replace(scenario, config={**scenario.config, "fence_s": 0.5})
+    return dataclasses.replace(scenario, config={**scenario.config, "fence_s": 6.0, "unreachable_s": 6.0})
 
 
 def overtaken(seed: int, _: int) -> Scenario:
