@@ -44,8 +44,8 @@ def test_a_calm_run_loads_what_it_dispatches() -> None:
 
 @pytest.mark.parametrize("shape", UNEQUAL, ids=str)
 def test_between_servers_of_other_shapes_every_law_holds_and_pages_arrive(shape: Shape) -> None:
-    calm = replace(draw(3, NUM_REQUESTS), noise=Noise(), faults=())
-    for scenario in (calm, draw(4, NUM_REQUESTS)):
+    troubled = draw(3, NUM_REQUESTS)  # a prefiller is told to end, and a decoder is cut off
+    for scenario in (replace(troubled, noise=Noise(), faults=()), troubled):
         outcome = Run(replace(scenario, shape=shape)).run()
         assert outcome.violation is None
         assert outcome.counters["released"] > NUM_REQUESTS // 6
