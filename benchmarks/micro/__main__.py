@@ -41,7 +41,7 @@ def main() -> int:
 
 def _child(module: str, records: RecordFile, repetitions: str, **env: str) -> None:
     command = [sys.executable, "-m", f"benchmarks.micro.{module}", str(records.path.parent), repetitions]
-    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING", **env}
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING", "OPENBLAS_NUM_THREADS": "1", **env}
     subprocess.run(command, check=True, env=environment, timeout=CHILD_S)
 
 
