@@ -94,6 +94,16 @@ class TestPosted:
         assert (p.p50.n, p.p50.low, p.p50.high) == (2, 2.0, 20.0)
         assert (p.p99, p.greatest, p.n) == (30.0, 30.0, 6)
 
+    def test_the_bar_is_for_a_busy_interpreter_at_the_interval_our_worker_sets(self) -> None:
+        records = [
+            {"kind": "posted", "writer": w, "load": load, "switch_s": 0.005, "cores": "x", "is_default": d, "rep": 0}
+            | {"samples_us": [90.0]}
+            for w in ("native", "pure Python")
+            for load in ("pure Python", "idle")
+            for d in (True, False)
+        ]
+        assert [row.is_met for row in bars.rows(records)] == [False, None, None, None, True, None, None, None]
+
 
 class TestGrowth:
     def test_the_ratio_is_of_one_unit_at_the_ends(self) -> None:
