@@ -45,10 +45,11 @@ def test_a_calm_run_loads_what_it_dispatches() -> None:
 @pytest.mark.parametrize("shape", UNEQUAL, ids=str)
 def test_between_servers_of_other_shapes_every_law_holds_and_pages_arrive(shape: Shape) -> None:
     troubled = draw(3, NUM_REQUESTS)  # a prefiller is told to end, and a decoder is cut off
-    for scenario in (replace(troubled, noise=Noise(), faults=()), troubled):
+    calm = replace(troubled, noise=Noise(), faults=())
+    for scenario, at_least in ((calm, NUM_REQUESTS // 4), (troubled, 1)):
         outcome = Run(replace(scenario, shape=shape)).run()
         assert outcome.violation is None
-        assert outcome.counters["released"] > NUM_REQUESTS // 6
+        assert outcome.counters["released"] >= at_least
 
 
 def test_everything_that_can_happen_happens() -> None:
