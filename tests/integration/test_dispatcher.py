@@ -50,6 +50,12 @@ class Rank:
             "127.0.0.1", 0, generation=GENERATION, key=None, on_fence=self._fence, on_inquiry=self._inquire
         )
         self.server.start()
+        self.is_stopped = False
+
+    def stop(self) -> None:
+        if not self.is_stopped:
+            self.is_stopped = True
+            self.server.close()
 
     def _fence(self, transfer_id: str, answer: Answer) -> None:
         self.num_fences += 1
@@ -65,7 +71,7 @@ class Rank:
 def rank() -> Iterator[Rank]:
     rank = Rank()
     yield rank
-    rank.server.close()
+    rank.stop()
 
 
 @pytest.fixture
@@ -463,3 +469,23 @@ def test_nobody_is_asked_again_about_pages_that_are_back(start: Open, fakes: lis
     asked = rank.num_fences
     until(lambda: not dispatcher._tasks, 5, "it gives up")
     assert rank.num_fences == asked
+
+
+def test_a_prefiller_whose_engine_has_ended_is_not_waited_for(
+    start: Open, fakes: list[FakePrefiller], rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's API server keeps a request that it took while its engine ended; the connection stays open."""
+    monkeypatch.setattr("vllm_pd_connector.control.dispatcher.LOOK_PAUSE_S", 0.1)
+    dispatcher = start()
+    never = threading.Event()
+    fakes[0].first = [Reply(0, b"", wait_for=never)]
+    send(dispatcher, fakes)
+    until(lambda: fakes[0].num_dispatches >= 1, 5, "it is sent")
+    until(lambda: rank.num_inquiries >= 2, 5, "its ranks are looked at")
+    assert dispatcher.take_events() == []  # they live: it may take long
+    rank.stop()
+    (outcome,) = wait(dispatcher)
+    assert (outcome.event, outcome.url) == (DecodeEvent.FAILED, fakes[0].url)
+    assert "is gone" in outcome.reason
+    assert dispatcher.pool()[0].state is PrefillerState.LOST
+    never.set()

@@ -37,6 +37,9 @@ logger = getLogger(__name__)
 ASK_AGAIN_S, MAX_ASK_AGAIN_S = 1.0, 16.0
 """Seconds until a prefiller that did not answer a fence is asked again; doubled each time, up to the second."""
 
+LOOK_PAUSE_S = 2.0
+"""Seconds without an answer until a prefiller's ranks are looked at; doubled each time."""
+
 WATCH_PAUSE_S = 0.25
 """Seconds from a prefiller's answer until its ranks are asked about pages still missing; doubled each time."""
 
@@ -267,8 +270,7 @@ class Dispatcher:
         self._timeline.mark(transfer_id, "dispatched", prefiller=prefiller.url)
         prefiller.outstanding += 1
         try:
-            params = self._reserve(order, hello, prefiller.clock)
-            reply = await self._client.complete(prefiller.url, hello, order.body, params)
+            reply = await self._answer(order, prefiller, hello)
             prefiller.hear(reply, self._loop.time())
             self._check(prefiller, hello, reply)
         except NotTaken as error:
@@ -286,6 +288,31 @@ class Dispatcher:
         finally:
             prefiller.outstanding -= 1
         return True
+
+    async def _answer(self, order: Dispatch, prefiller: Prefiller, hello: HelloReply) -> DispatchReply:
+        """What a prefiller answers.
+
+        vLLM's API server outlives its engine: it takes requests after the engine has drained and ended, and keeps them.
+
+        Raises:
+            ShuttingDown: a rank of it is gone and no answer has come.
+            NotTaken, PDConnectorError, aiohttp.ClientError: as `PrefillerClient.complete`.
+        """
+        assert self._fences is not None
+        params = self._reserve(order, hello, prefiller.clock)
+        answer = asyncio.ensure_future(self._client.complete(prefiller.url, hello, order.body, params))
+        pause_s = LOOK_PAUSE_S
+        try:
+            while not (await asyncio.wait([answer], timeout=pause_s))[0]:
+                pause_s *= 2
+                outlook = await self._fences.inquire(
+                    hello.controls, order.reservation.transfer_id, self._config.fence_s
+                )
+                if outlook.is_gone and not answer.done():
+                    raise ShuttingDown(f"no answer, and {outlook.error}")
+            return await answer
+        finally:
+            answer.cancel()
 
     @staticmethod
     def _reserve(order: Dispatch, hello: HelloReply, clock: PeerClock | None) -> dict[str, Any]:

@@ -30,10 +30,17 @@ class FenceOutcome:
 
 @dataclass(frozen=True, slots=True)
 class TransferOutlook:
-    """How an answered transfer stands over all ranks. `error`: why its pages will not all come; empty if they may."""
+    """How a transfer stands over all ranks.
+
+    Attributes:
+        is_over: no rank will write more of it.
+        error: why its pages will not all come; empty if they may.
+        is_gone: because the process of a rank is gone for certain.
+    """
 
     is_over: bool
     error: str = ""
+    is_gone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +70,14 @@ class FenceClient:
         return FenceOutcome(is_quiet=False, is_dead=all(o.is_dead for o in troubled), reason=troubled[0].reason)
 
     async def inquire(self, controls: list[ControlEndpoint], transfer_id: str, timeout_s: float) -> TransferOutlook:
-        """Whether pages of an answered transfer can still be expected. Ranks that say nothing are given the benefit."""
+        """Whether pages of a transfer can still be expected. Ranks that say nothing are given the benefit."""
         asked = (self._exchange(c.endpoint, Inquiry(transfer_id, c.generation), timeout_s) for c in controls)
         answers = await asyncio.gather(*asked)
         for control, answer in zip(controls, answers, strict=True):
             if isinstance(answer, Standing) and answer.error:
                 return TransferOutlook(is_over=True, error=answer.error)
             if _is_gone(answer):
-                return TransferOutlook(is_over=True, error=f"{control.endpoint} is gone")
+                return TransferOutlook(is_over=True, error=f"{control.endpoint} is gone", is_gone=True)
         return TransferOutlook(is_over=all(isinstance(a, Standing) and a.is_over for a in answers))
 
     async def _fence(self, endpoint: str, fence: Fence, timeout_s: float) -> FenceOutcome:
