@@ -298,21 +298,28 @@ class Dispatcher:
             ShuttingDown: a rank of it is gone and no answer has come.
             NotTaken, PDConnectorError, aiohttp.ClientError: as `PrefillerClient.complete`.
         """
-        assert self._fences is not None
         params = self._reserve(order, hello, prefiller.clock)
         answer = asyncio.ensure_future(self._client.complete(prefiller.url, hello, order.body, params))
-        pause_s = LOOK_PAUSE_S
+        gone = asyncio.ensure_future(self._until_gone(order.reservation.transfer_id, hello))
         try:
-            while not (await asyncio.wait([answer], timeout=pause_s))[0]:
-                pause_s *= 2
-                outlook = await self._fences.inquire(
-                    hello.controls, order.reservation.transfer_id, self._config.fence_s
-                )
-                if outlook.is_gone and not answer.done():
-                    raise ShuttingDown(f"no answer, and {outlook.error}")
+            await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise ShuttingDown(f"no answer, and {gone.result()}")
             return await answer
         finally:
             answer.cancel()
+            gone.cancel()
+
+    async def _until_gone(self, transfer_id: str, hello: HelloReply) -> str:
+        """Returns when a rank of a prefiller is gone for certain, and says which; looked at ever more seldom."""
+        assert self._fences is not None
+        pause_s = LOOK_PAUSE_S
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s *= 2
+            outlook = await self._fences.inquire(hello.controls, transfer_id, self._config.fence_s)
+            if outlook.is_gone:
+                return outlook.error
 
     @staticmethod
     def _reserve(order: Dispatch, hello: HelloReply, clock: PeerClock | None) -> dict[str, Any]:
