@@ -561,8 +561,9 @@ def _(stack: ExitStack) -> None:
     stack.enter_context(patch.dict(DECODE_TABLE, {DecodeState.SETTLING: row}))
 
 
-@mutant(8, "an answer that is not needed any more is awaited for ever", vanished)
+@mutant(8, "neither the end of its transfer nor a look at its prefiller ends the wait for an answer", vanished)
 def _(stack: ExitStack) -> None:
+    replace(stack, dispatcher, "LOOK_PAUSE_S", 1e9)
     replace(stack, Dispatcher, "_finish", lambda self, transfer_id: self._sent.pop(transfer_id, None))
     replace(stack, dispatcher, "LOOK_PAUSE_S", 1e6)  # else whoever starts at its address tells
 
