@@ -61,7 +61,8 @@ def output() -> str:
         timeout=170,
         check=False,
     )
-    return done.stdout[-3000:] + done.stderr[-2000:]
+    # The first lines say what ended a process that crashed, the last ones what a test said.
+    return f"exit status {done.returncode}\n{done.stdout[-3000:]}{done.stderr[:2000]}\n…\n{done.stderr[-2000:]}"
 
 
 def test_the_contract_holds_over_sockets(output: str) -> None:
