@@ -18,7 +18,7 @@ from vllm_pd_connector.testing.servers import Server
 
 PREEMPTIONS = "vllm:num_preemptions_total"
 NUM_RESETS = 6
-GROWN_TOKENS = 200
+GROWN_TOKENS = 400
 HOUR_S = 3600
 
 
