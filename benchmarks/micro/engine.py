@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from benchmarks.micro.timing import wait
@@ -25,7 +23,7 @@ from vllm_pd_connector.engine.worker_half import WorkerHalf
 from vllm_pd_connector.kernels import native
 from vllm_pd_connector.plan.extent import Span
 from vllm_pd_connector.plan.write import ChunkWrite, GroupWrite
-from vllm_pd_connector.plugin import MODULE, NAME, register
+from vllm_pd_connector.testing.modelless import modelless_config
 from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.wire.messages import DecoderRank, Reservation
 from vllm_pd_connector.wire.version import PROTOCOL_VERSION
@@ -39,9 +37,6 @@ WRITERS: dict[str, Mapping[str, Any]] = {
 BLOCK_TOKENS = 16
 MAX_TOKENS = 1 << 18
 LEASE_S = 3600.0
-CONFIG_JSON = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
-"intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-"vocab_size": 32000, "max_position_embeddings": 262144, "torch_dtype": "float32"}"""
 
 
 def names(num_layers: int) -> list[str]:
@@ -50,31 +45,16 @@ def names(num_layers: int) -> list[str]:
 
 def vllm_config(role: str, extra: Mapping[str, Any], *, max_num_seqs: int = 16) -> VllmConfig:
     """What vLLM hands to the connector of a server with one KV head and blocks of 16 tokens."""
-    register()
-    init_none_hash(sha256)
-    cache = CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True)
-    cache.kv_cache_layout = "LBHNC"  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(CONFIG_JSON)
-        return VllmConfig(
-            model_config=ModelConfig(model=directory, skip_tokenizer_init=True, dtype="float32"),
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=MAX_TOKENS,
-                max_model_len=MAX_TOKENS,
-                enable_chunked_prefill=True,
-                is_encoder_decoder=False,
-                async_scheduling=False,
-            ),
-            cache_config=cache,
-            device_config=DeviceConfig("cpu"),
-            kv_transfer_config=KVTransferConfig(
-                kv_connector=NAME,
-                kv_connector_module_path=MODULE,
-                kv_role=role,
-                engine_id=role,
-                kv_connector_extra_config=dict(extra),
-            ),
+        return modelless_config(
+            Path(directory),
+            role=role,
+            block_size=BLOCK_TOKENS,
+            max_batched=MAX_TOKENS,
+            max_model_len=MAX_TOKENS,
+            max_num_seqs=max_num_seqs,
+            num_kv_heads=1,
+            extra=dict(extra),
         )
 
 

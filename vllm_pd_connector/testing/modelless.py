@@ -23,7 +23,6 @@ MODEL = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "vocab_size": 32_000,
-    "max_position_embeddings": 4096,
     "torch_dtype": "float32",
 }
 
@@ -35,6 +34,8 @@ def modelless_config(
     block_size: int,
     num_blocks: int | None = None,
     max_batched: int = MAX_MODEL_LEN,
+    max_model_len: int = MAX_MODEL_LEN,
+    max_num_seqs: int = 16,
     num_kv_heads: int = 2,
     prefix_caching: bool = True,
     extra: dict[str, Any] | None = None,
@@ -47,13 +48,15 @@ def modelless_config(
         block_size: tokens.
         num_blocks: of the pool, the null block among them.
         max_batched: tokens in one step, so the length of a prefill chunk.
+        max_model_len: tokens of the longest request.
+        max_num_seqs: requests in one step.
         num_kv_heads: over all ranks.
         prefix_caching: as vLLM is told.
         extra: the connector's configuration.
     """
     register()
     init_none_hash(sha256)
-    model = {**MODEL, "num_key_value_heads": num_kv_heads}
+    model = {**MODEL, "num_key_value_heads": num_kv_heads, "max_position_embeddings": max_model_len}
     (directory / "config.json").write_text(json.dumps(model))
     cache = CacheConfig(block_size=block_size, enable_prefix_caching=prefix_caching)
     cache.num_gpu_blocks = num_blocks
@@ -61,9 +64,9 @@ def modelless_config(
     return VllmConfig(
         model_config=ModelConfig(model=str(directory), skip_tokenizer_init=True, dtype="float32"),
         scheduler_config=SchedulerConfig(
-            max_num_seqs=16,
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_batched,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=max_model_len,
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
             async_scheduling=False,
