@@ -29,6 +29,7 @@ from vllm_pd_connector.engine.word_signal import make_signals
 from vllm_pd_connector.engine.worker_rank import WorkerRank
 from vllm_pd_connector.engine.writer import Writer
 from vllm_pd_connector.errors import UnsupportedEngine
+from vllm_pd_connector.plan.write import layer_bytes
 from vllm_pd_connector.telemetry.counters import Tally
 from vllm_pd_connector.telemetry.timeline import open_timeline
 
@@ -190,7 +191,7 @@ class WorkerHalf:
         self._signal = None
         if orders.writes:
             self._signal = self._signals.begin_step()
-            self._layer_bytes = self._pages.page_bytes * sum(write.max_pages for write in orders.writes)
+            self._layer_bytes = layer_bytes(orders.writes, self._pages.page_bytes)
             self._ready_bytes = 0
         for action in self._actions(orders, self._signal):
             self._messenger.submit(action)

@@ -21,7 +21,7 @@ from vllm_pd_connector.engine.worker_rank import WorkerRank
 from vllm_pd_connector.errors import ConfigError, OutOfRegion, PeerLost
 from vllm_pd_connector.kernels.poller import Trigger
 from vllm_pd_connector.lifecycle.outgoing import OutgoingEvent, OutgoingState
-from vllm_pd_connector.plan.write import ChunkWrite
+from vllm_pd_connector.plan.write import ChunkWrite, layer_bytes
 from vllm_pd_connector.telemetry.counters import Tally
 from vllm_pd_connector.telemetry.timeline import Timeline
 from vllm_pd_connector.transport.base import ArmingTransport, Transport, WriteStatus
@@ -124,8 +124,8 @@ class Writer:
         if not live:
             return
         step = _Step(live, signal, self._pages.num_layers)
-        layer_bytes = self._pages.page_bytes * sum(write.max_pages for write in writes)
-        portions = _portions(self._pages.num_layers, -(-self._grain_bytes // max(layer_bytes, 1)))
+        ready_bytes = layer_bytes(writes, self._pages.page_bytes)
+        portions = _portions(self._pages.num_layers, -(-self._grain_bytes // max(ready_bytes, 1)))
         if self._may_arm and signal.trigger([], 0) is not None:
             for layers in portions:
                 self._arm(step, layers)

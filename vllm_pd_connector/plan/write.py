@@ -1,6 +1,6 @@
 """Writes in tokens and blocks, and their binding to pieces of both sides; nothing unbound is ever posted. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,6 +53,11 @@ class ChunkWrite:
     def max_pages(self) -> int:
         """Source pages it reads from, in a layer of the group with most."""
         return max((len(group.src_blocks) for group in self.groups), default=0)
+
+
+def layer_bytes(writes: Iterable[ChunkWrite], page_bytes: int) -> int:
+    """Bytes that one layer of a step makes ready, over all its transfers; of the group with most pages."""
+    return page_bytes * sum(write.max_pages for write in writes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
