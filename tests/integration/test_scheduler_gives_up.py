@@ -177,16 +177,22 @@ def test_prefillers_that_do_not_fit_fail_a_request_with_the_fields_if_errors_are
         assert field in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("is_dead", "pinned_s"), [(True, 40.0), (False, 1120.0)], ids=["quarantine_s", "lease and unreachable_s"]
-)
-def test_pages_of_a_prefiller_that_does_not_answer_are_waited_out(rig: Rig, is_dead: bool, pinned_s: float) -> None:
-    before = rig.free_blocks
+def abandon(rig: Rig, *, is_dead: bool = False) -> str:
+    """The client leaves while its prefiller does not answer the fence; the transfer whose pages are left."""
     request, transfer = hold(rig)
     rig.abort(request)
     give_up(rig, request, transfer, failed=False)
     rig.dispatcher.answer_fence(transfer, is_quiet=False, is_dead=is_dead)
     rig.step()
+    return transfer
+
+
+@pytest.mark.parametrize(
+    ("is_dead", "pinned_s"), [(True, 40.0), (False, 1120.0)], ids=["quarantine_s", "lease and unreachable_s"]
+)
+def test_pages_of_a_prefiller_that_does_not_answer_are_waited_out(rig: Rig, is_dead: bool, pinned_s: float) -> None:
+    before = rig.free_blocks
+    abandon(rig, is_dead=is_dead)
     rig.clock.advance(pinned_s - 0.1)
     rig.step()
     assert before - rig.free_blocks == PAGES  # law 1
@@ -199,11 +205,7 @@ def test_pages_of_a_prefiller_that_does_not_answer_are_waited_out(rig: Rig, is_d
 
 def test_a_prefiller_that_answers_late_gives_the_pages_back(rig: Rig) -> None:
     before = rig.free_blocks
-    request, transfer = hold(rig)
-    rig.abort(request)
-    give_up(rig, request, transfer, failed=False)
-    rig.dispatcher.answer_fence(transfer, is_quiet=False)
-    rig.step()
+    transfer = abandon(rig)
     rig.clock.advance(900.0)
     rig.step()
     assert before - rig.free_blocks == PAGES  # law 1: it may be standing still with a write in flight
@@ -217,11 +219,7 @@ def test_a_prefiller_that_answers_late_gives_the_pages_back(rig: Rig) -> None:
 
 def test_a_prefiller_found_dead_late_is_waited_out_by_the_quarantine_alone(rig: Rig) -> None:
     before = rig.free_blocks
-    request, transfer = hold(rig)
-    rig.abort(request)
-    give_up(rig, request, transfer, failed=False)
-    rig.dispatcher.answer_fence(transfer, is_quiet=False)
-    rig.step()
+    transfer = abandon(rig)
     rig.dispatcher.answer_fence(transfer, is_quiet=False, is_dead=True)
     rig.step()
     rig.clock.advance(39.9)
