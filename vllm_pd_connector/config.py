@@ -142,8 +142,12 @@ class PDConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = 0.0005
     min_write_bytes: Annotated[
         int,
-        Meta(ge=1, description="Bytes of ready layers that wake the writer before the step ends; less waits for more."),
-    ] = 1 << 20
+        Meta(
+            ge=0,
+            description="Bytes of ready layers that are worth a write before the step ends. 0: chosen for each step "
+            "from what writes and layers have taken so far.",
+        ),
+    ] = 0
     native_posting: Annotated[
         bool,
         Meta(

@@ -24,7 +24,7 @@ import torch
 from benchmarks.summary import spread
 from vllm_pd_connector.geometry.page_table import PageTable, whole_pages
 from vllm_pd_connector.testing.shapes import bound_pieces
-from vllm_pd_connector.transport.base import WriteStatus
+from vllm_pd_connector.transport.base import WriteStatus, post_write
 from vllm_pd_connector.transport.nixl import NixlTransport
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -113,7 +113,7 @@ def _overlap(transport: NixlTransport, lane: Any, mib: int) -> dict[str, Any]:
 
 def _write(transport: NixlTransport, lane: Any, mib: int) -> None:
     numbers = range((mib << 20) // PAGE_BYTES)
-    handle = transport.post_write(lane, bound_pieces(numbers, numbers), b"n")
+    handle = post_write(transport, lane, bound_pieces(numbers, numbers), b"n")
     end = time.monotonic() + LIMIT_S
     while (status := transport.poll(handle)) is WriteStatus.POSTED:
         if time.monotonic() > end:

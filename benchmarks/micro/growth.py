@@ -17,18 +17,20 @@ import msgspec
 
 from benchmarks.micro.engine import LEASE_S
 from benchmarks.micro.schedulers import MAX_STEPS, BusyEngine, StepCost
+from vllm_pd_connector.engine.posting import Posting
 from vllm_pd_connector.engine.step import BeginTransfer, CloseTransfer
 from vllm_pd_connector.engine.worker_rank import WorkerRank
 from vllm_pd_connector.engine.writer import Writer
 from vllm_pd_connector.geometry.page_table import PageView
 from vllm_pd_connector.plan.extent import Span
+from vllm_pd_connector.plan.grain import Grain
 from vllm_pd_connector.plan.route import routes
 from vllm_pd_connector.plan.write import GroupWrite, bind, select
 from vllm_pd_connector.telemetry.counters import Tally
 from vllm_pd_connector.telemetry.timeline import NoTimeline
 from vllm_pd_connector.testing.buffers import KvBuffer
 from vllm_pd_connector.testing.shapes import BLOCK_TOKENS, plain_geometry
-from vllm_pd_connector.transport.base import WriteStatus
+from vllm_pd_connector.transport.base import WriteStatus, post_write
 from vllm_pd_connector.transport.memory import MemoryFabric, MemoryTransport
 from vllm_pd_connector.transport.nixl import NixlTransport
 from vllm_pd_connector.wire.messages import DecoderRank, Reservation
@@ -73,7 +75,7 @@ def _plan_and_post() -> list[dict[str, Any]]:
             granules = select(write.as_arrays(), route, TRANSFER, src, dst)
             bound = bind(granules, route, src, dst, src_layers=[0], dst_layers=[0])
             planned = time.thread_time_ns()
-            handle = sender.post_write(lane, bound, b"n")
+            handle = post_write(sender, lane, bound, b"n")
             posted = time.thread_time_ns()
             while sender.poll(handle) is WriteStatus.POSTED:
                 receiver.notifications()
@@ -135,7 +137,8 @@ def _peers() -> list[dict[str, Any]]:
             layers=[f"l{i}" for i in range(32)],
             groups=[0] * 32,
         )
-        writer = Writer(source, rank, verify=False, tally=Tally(), timeline=NoTimeline())
+        grain, told = Grain(1.0), {"tally": Tally(), "timeline": NoTimeline()}
+        writer = Writer(source, rank, Posting(source, rank, verify=False, grain=grain, **told), grain, **told)
         gc.collect()
         tracemalloc.start()
         for number, frame in enumerate(frames):

@@ -21,7 +21,6 @@ from benchmarks.micro.engine import WRITERS, Worker, worker_half
 from benchmarks.micro.target import running
 from benchmarks.records import RecordFile
 from vllm_pd_connector.engine.step import StepMetadata
-from vllm_pd_connector.kernels.poller import Trigger
 from vllm_pd_connector.plan.write import BoundWrite
 from vllm_pd_connector.transport.nixl import NixlLane, NixlTransport, NixlWrite
 
@@ -43,24 +42,25 @@ class StampedTransport(NixlTransport):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.posted: dict[int, int] = {}
-        self.armed: list[tuple[int, NixlWrite]] = []
+        self.prepared: list[tuple[list[int], NixlWrite]] = []
 
-    def post_write(self, lane: NixlLane, write: BoundWrite, note: bytes) -> NixlWrite:
-        handle = super().post_write(lane, write, note)
-        now = time.monotonic_ns()
-        for layer in self._layers(write):
-            self.posted.setdefault(layer, now)
+    def prepare_write(self, lane: NixlLane, write: BoundWrite, note: bytes) -> NixlWrite:
+        handle = super().prepare_write(lane, write, note)
+        self.prepared.append((self._layers(write), handle))
         return handle
 
-    def arm_write(self, lane: NixlLane, write: BoundWrite, note: bytes, trigger: Trigger) -> NixlWrite:
-        handle = super().arm_write(lane, write, note, trigger)
-        self.armed += [(layer, handle) for layer in self._layers(write)]
-        return handle
+    def post(self, handle: NixlWrite) -> None:
+        super().post(handle)
+        self.posted[id(handle)] = time.monotonic_ns()
 
     def take(self) -> dict[int, int]:
         """Monotonic ns at which each layer's post had returned, since the last call."""
-        posted = {**self.posted, **{layer: self.moments(handle)[1] for layer, handle in self.armed}}
-        self.posted, self.armed = {}, []
+        posted = {
+            layer: self.posted.get(id(handle)) or self.moments(handle)[1]
+            for layers, handle in self.prepared
+            for layer in layers
+        }
+        self.posted, self.prepared = {}, []
         return posted
 
     def _layers(self, write: BoundWrite) -> list[int]:

@@ -18,7 +18,7 @@ from vllm_pd_connector.plan.extent import Span
 from vllm_pd_connector.plan.route import routes
 from vllm_pd_connector.plan.write import GroupWrite, bind, select
 from vllm_pd_connector.testing.buffers import KvBuffer
-from vllm_pd_connector.transport.base import WriteStatus
+from vllm_pd_connector.transport.base import WriteStatus, post_write
 from vllm_pd_connector.transport.nixl import NixlTransport
 
 NUM_PAGES = 256
@@ -65,7 +65,7 @@ def _write(what: str, src: CacheGeometry, dst: CacheGeometry, blocks: list[int])
         start = time.perf_counter_ns()
         granules = select(write, route, TRANSFER, sides[0].table, sides[1].table)
         bound = bind(granules, route, sides[0].table, sides[1].table, src_layers=[0], dst_layers=[0])
-        handle = sender.post_write(lane, bound, b"n")
+        handle = post_write(sender, lane, bound, b"n")
         while sender.poll(handle) is WriteStatus.POSTED:
             receiver.notifications()
         samples.append(time.perf_counter_ns() - start)

@@ -15,7 +15,7 @@ from vllm_pd_connector.kernels.poller import Trigger
 from vllm_pd_connector.testing.arming import ArmingByPoll
 from vllm_pd_connector.testing.buffers import KvBuffer
 from vllm_pd_connector.testing.shapes import bind_whole, whole_blocks
-from vllm_pd_connector.transport.base import ArmingTransport, Transport, WriteHandle, WriteStatus
+from vllm_pd_connector.transport.base import ArmingTransport, Transport, WriteHandle, WriteStatus, post_write
 from vllm_pd_connector.transport.memory import MemoryFabric, MemoryTransport
 
 pytestmark = pytest.mark.skipif(not native.is_built(), reason=native.WHY_MISSING)
@@ -46,7 +46,9 @@ class Armory:
 
     def arm(self, layers: list[int], block: int, note: bytes, *, step: int = 1, deadline: int = FAR_NS) -> Any:
         write = bind_whole(whole_blocks("t", [block], [block]), layers, self.src_kv.table, self.dst_kv.table)
-        return self.src.arm_write(self.lane, write, note, Trigger(self.words, layers, step, deadline))
+        handle = self.src.prepare_write(self.lane, write, note)
+        self.src.arm(handle, Trigger(self.words, layers, step, deadline))
+        return handle
 
     def bump(self, layer: int, step: int = 1) -> None:
         self.words.bump(layer, step)
@@ -172,7 +174,7 @@ def test_nothing_is_posted_after_its_deadline(armory: Armory) -> None:
 def test_writes_posted_at_once_go_on_beside_armed_ones(armory: Armory) -> None:
     armed = armory.arm([1], 4, b"armed")
     write = bind_whole(whole_blocks("t", [6], [6]), [0], armory.src_kv.table, armory.dst_kv.table)
-    armory.until(armory.src.post_write(armory.lane, write, b"now"), WriteStatus.DONE)
+    armory.until(post_write(armory.src, armory.lane, write, b"now"), WriteStatus.DONE)
     armory.bump(1)
     armory.until(armed, WriteStatus.DONE)
     armory.wait_for_notes(b"now", b"armed")

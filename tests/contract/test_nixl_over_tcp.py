@@ -19,14 +19,14 @@ if pytest.main(["-q", "-p", "no:cacheprovider", "-m", "nixl", "test_transport.py
     sys.exit("the contract does not hold")
 print("THE CONTRACT HOLDS", flush=True)
 
-from test_transport import NUM_LAYERS, WriteStatus, bound, make_pair
+from test_transport import NUM_LAYERS, WriteStatus, bound, make_pair, post_write
 from vllm_pd_connector.transport.nixl import NixlTransport
 
 names = iter(range(9))
 pair = make_pair(lambda: NixlTransport(f"tcp-{next(names)}"), page_bytes=1 << 20)
 lane = pair.lane()
 blocks = list(range(1, 16))
-handle = pair.src.post_write(lane, bound(pair, blocks, blocks, list(range(NUM_LAYERS))), b"n")
+handle = post_write(pair.src, lane, bound(pair, blocks, blocks, list(range(NUM_LAYERS))), b"n")
 first = pair.src.poll(handle)
 assert not pair.src.release(handle), "a write in flight cannot be called back"
 assert pair.drive(handle) == [WriteStatus.DONE]
@@ -37,7 +37,7 @@ for layer in range(NUM_LAYERS):
 assert first is WriteStatus.POSTED, first
 print("POSTED WAS SEEN", flush=True)
 
-handle = pair.src.post_write(lane, bound(pair, blocks, blocks, list(range(NUM_LAYERS))), b"n")
+handle = post_write(pair.src, lane, bound(pair, blocks, blocks, list(range(NUM_LAYERS))), b"n")
 assert pair.src.poll(handle) is WriteStatus.POSTED
 handle.handle.release()  # what NIXL calls a release
 pair.dst_kv.array[:] = 0

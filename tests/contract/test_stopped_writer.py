@@ -13,7 +13,7 @@ import pytest
 from vllm_pd_connector.geometry.page_table import PageTable, whole_pages
 from vllm_pd_connector.testing.buffers import KvBuffer
 from vllm_pd_connector.testing.shapes import bound_pieces
-from vllm_pd_connector.transport.base import WriteStatus
+from vllm_pd_connector.transport.base import WriteStatus, post_write
 
 # Two processes of 10 s on a quiet machine, most of them for imports.
 pytestmark = [pytest.mark.nixl, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -33,7 +33,7 @@ def write(folder: Path) -> None:
     pages = msgspec.json.decode((folder / "pages").read_bytes(), type=PageTable)
     peer = transport.connect((folder / "descriptor").read_bytes(), pages)
     lane = transport.open_lane(peer, whole_pages(kv.table), whole_pages(pages))
-    handle = transport.post_write(lane, bound_pieces(range(1, NUM_PAGES), range(1, NUM_PAGES)), b"note")
+    handle = post_write(transport, lane, bound_pieces(range(1, NUM_PAGES), range(1, NUM_PAGES)), b"note")
     while transport.poll(handle) is WriteStatus.POSTED:
         time.sleep(0.001)
     print("THE WRITE IS", transport.poll(handle).name, flush=True)

@@ -13,7 +13,7 @@ from vllm_pd_connector.geometry.page_table import PageView, whole_pages
 from vllm_pd_connector.plan.write import BoundWrite
 from vllm_pd_connector.testing.buffers import KvBuffer
 from vllm_pd_connector.testing.shapes import bind_whole, bound_pieces, whole_blocks
-from vllm_pd_connector.transport.base import Lane, Peer, Transport, WriteHandle, WriteStatus
+from vllm_pd_connector.transport.base import Lane, Peer, Transport, WriteHandle, WriteStatus, post_write
 from vllm_pd_connector.transport.memory import MemoryFabric, MemoryTransport
 
 NUM_LAYERS, NUM_BLOCKS, PAGE_BYTES = 3, 16, 256
@@ -116,7 +116,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layers", [[0], [2, 0], [0, 1, 2]], ids=str)
 def test_exactly_the_bound_pages_are_copied(pair: Pair, src: list[int], dst: list[int], layers: list[int]) -> None:
     lane = pair.lane()
-    assert pair.drive(pair.src.post_write(lane, bound(pair, src, dst, layers), b"n")) == [WriteStatus.DONE]
+    assert pair.drive(post_write(pair.src, lane, bound(pair, src, dst, layers), b"n")) == [WriteStatus.DONE]
     assert pair.wait_for_notes(1) == [b"n"]
     for layer in layers:
         for source, target in zip(src, dst, strict=True):
@@ -126,7 +126,7 @@ def test_exactly_the_bound_pages_are_copied(pair: Pair, src: list[int], dst: lis
 
 
 def test_a_note_comes_after_its_bytes_and_once(pair: Pair) -> None:
-    handle = pair.src.post_write(pair.lane(), bound(pair, [1, 2], [3, 4], [0, 1, 2]), b"note")
+    handle = post_write(pair.src, pair.lane(), bound(pair, [1, 2], [3, 4], [0, 1, 2]), b"note")
     end = time.monotonic() + DEADLINE_S
     while not pair.notes and time.monotonic() < end:
         pair.src.poll(handle)
@@ -143,7 +143,7 @@ def test_a_note_comes_after_its_bytes_and_once(pair: Pair) -> None:
 
 
 def test_a_finished_write_stays_finished_and_can_be_released(pair: Pair) -> None:
-    handle = pair.src.post_write(pair.lane(), bound(pair, [1], [1], [0]), b"n")
+    handle = post_write(pair.src, pair.lane(), bound(pair, [1], [1], [0]), b"n")
     pair.drive(handle)
     assert [pair.src.poll(handle) for _ in range(3)] == [WriteStatus.DONE] * 3
     assert pair.src.release(handle)
@@ -152,7 +152,7 @@ def test_a_finished_write_stays_finished_and_can_be_released(pair: Pair) -> None
 def test_many_writes_in_flight_each_bring_their_note(pair: Pair) -> None:
     lane = pair.lane()
     handles = [
-        pair.src.post_write(lane, bound(pair, [block], [block], [layer]), bytes([layer, block]))
+        post_write(pair.src, lane, bound(pair, [block], [block], [layer]), bytes([layer, block]))
         for layer in range(NUM_LAYERS)
         for block in range(1, NUM_BLOCKS)
     ]
@@ -184,8 +184,8 @@ def test_both_directions_work_at_once(pair: Pair) -> None:
         whole_pages(pair.dst_kv.table),
         whole_pages(pair.src_kv.table),
     )
-    handles = [pair.src.post_write(there, bound(pair, [1], [1], [0]), b"there")]
-    handles_back = [pair.dst.post_write(back, back_write(pair), b"back")]
+    handles = [post_write(pair.src, there, bound(pair, [1], [1], [0]), b"there")]
+    handles_back = [post_write(pair.dst, back, back_write(pair), b"back")]
     notes: list[bytes] = []
     end = time.monotonic() + DEADLINE_S
     while (not notes or not pair.notes) and time.monotonic() < end:
@@ -203,7 +203,7 @@ def test_the_same_descriptor_connects_again_after_a_disconnect(pair: Pair) -> No
     pair.lane(first)
     pair.src.disconnect(first)
     again = pair.lane()
-    assert pair.drive(pair.src.post_write(again, bound(pair, [1], [2], [0]), b"n")) == [WriteStatus.DONE]
+    assert pair.drive(post_write(pair.src, again, bound(pair, [1], [2], [0]), b"n")) == [WriteStatus.DONE]
     assert bytes(pair.dst_kv.page(0, 2)) == bytes(pair.src_kv.page(0, 1))
 
 
@@ -212,7 +212,7 @@ def test_a_write_to_a_disconnected_peer_fails_and_does_not_hang(pair: Pair) -> N
     lane = pair.lane(peer)
     pair.src.disconnect(peer)
     with pytest.raises(PeerLost):
-        pair.src.post_write(lane, bound(pair, [1], [1], [0]), b"n")
+        post_write(pair.src, lane, bound(pair, [1], [1], [0]), b"n")
     with pytest.raises(PeerLost):
         pair.src.notify(peer, b"n")
     assert not pair.dst_kv.array.any()
@@ -248,7 +248,7 @@ def test_pieces_of_pages_land_where_the_view_says(
         [source.number(layer, block, piece) for layer, block, _ in pages for piece in range(len(src))],
         [target.number(layer, block, piece) for layer, _, block in pages for piece in range(len(src))],
     )
-    assert pair.drive(pair.src.post_write(lane, write, b"n")) == [WriteStatus.DONE]
+    assert pair.drive(post_write(pair.src, lane, write, b"n")) == [WriteStatus.DONE]
     assert pair.wait_for_notes(1) == [b"n"]
     for layer, block, other in pages:
         for (start, length), (at, _) in zip(src, dst, strict=True):
@@ -264,8 +264,8 @@ def test_lanes_of_one_peer_do_not_disturb_each_other(pair: Pair) -> None:
     half = ((0, PAGE_BYTES // 2),)
     part = pair.src.open_lane(peer, PageView(pair.src_kv.table, half), PageView(pair.dst_kv.table, half))
     write = bound(pair, [1], [1], [0])
-    pair.drive(pair.src.post_write(part, write, b"part"))
+    pair.drive(post_write(pair.src, part, write, b"part"))
     assert bytes(pair.dst_kv.page(0, 1)[: PAGE_BYTES // 2]) == bytes(pair.src_kv.page(0, 1)[: PAGE_BYTES // 2])
     assert not pair.dst_kv.page(0, 1)[PAGE_BYTES // 2 :].any()
-    pair.drive(pair.src.post_write(whole, write, b"whole"))
+    pair.drive(post_write(pair.src, whole, write, b"whole"))
     assert bytes(pair.dst_kv.page(0, 1)) == bytes(pair.src_kv.page(0, 1))

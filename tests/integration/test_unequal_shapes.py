@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from worker_rig import A, Cluster, Rank
+from worker_rig import A, NUM_LAYERS, Cluster, Rank
 
 from vllm_pd_connector.geometry.cache_geometry import CacheGeometry
 from vllm_pd_connector.plan.extent import Span, wanted_span
@@ -256,7 +256,7 @@ def test_a_decoder_rank_that_cannot_be_reached_fails_the_transfer() -> None:
 
 
 def test_notes_tell_tokens_of_heads_and_layers_apart_from_pages() -> None:
-    cluster = Cluster(src=geometry(1), dst=geometry(2))
+    cluster = Cluster(src=geometry(1), dst=geometry(2), layers_per_write=NUM_LAYERS)
     cluster.begin(blocks=[5, 6])
     cluster.start_step((A, [1, 2], [5, 6]))[0].finish()
     cluster.p.turn(3)

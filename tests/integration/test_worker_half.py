@@ -8,7 +8,6 @@ from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.transport.scripted import HANG_S, ScriptedFault, ScriptedTransport
 from vllm_pd_connector.wire.messages import Quiet
 
-WHOLE_STEP = 1 << 20
 """Bytes: more than a step has."""
 
 
@@ -108,15 +107,15 @@ class TestPosting:
 
 
 class TestStopping:
-    def test_armed_writes_wait_by_themselves_and_are_looked_at_once_they_are_withdrawn(self) -> None:
-        """The bell rings for what a native thread ends, not for what is withdrawn from it."""
+    def test_prepared_writes_wait_by_themselves_and_are_looked_at_once_they_are_withdrawn(self) -> None:
+        """The bell rings for layers and for what a native thread ends, not for what is withdrawn."""
         cluster = Cluster()
         cluster.begin()
         cluster.start_step((A, [1], [5]))
         assert not cluster.p.writer.is_busy  # law 15: nothing to poll while a layer computes
         quiet: list[Quiet] = []
         cluster.p.writer.fence(A, quiet.append)
-        assert cluster.p.writer.is_busy == cluster.is_arming
+        assert cluster.p.writer.is_busy
         cluster.p.turn()
         assert quiet == [Quiet(A, 0)]
         assert not cluster.p.writer.is_busy
@@ -190,7 +189,7 @@ class TestStopping:
         assert cluster.is_blank()  # law 1: an unreachable decoder has reused the pages by now
 
     def test_a_fence_is_answered_when_the_transport_ends_a_write_that_hangs(self) -> None:
-        cluster = Cluster(faults=[ScriptedFault("hang", 0)], grain_bytes=WHOLE_STEP)
+        cluster = Cluster(faults=[ScriptedFault("hang", 0)], layers_per_write=NUM_LAYERS)
         cluster.begin()
         cluster.start_step((A, [1], [5]))[0].finish()
         cluster.settle()
@@ -225,8 +224,7 @@ class TestStopping:
         quiet: list[Quiet] = []
         cluster.p.writer.fence(A, quiet.append)
         cluster.settle()
-        num_done = NUM_LAYERS if cluster.is_arming else 1  # the others of the second step are writes of their own then
-        assert quiet == [Quiet(A, num_done * UNITS_PER_PAGE, is_clean=False)]
+        assert quiet == [Quiet(A, NUM_LAYERS * UNITS_PER_PAGE, is_clean=False)]  # all but one of two steps' writes
 
     def test_a_write_whose_handle_cannot_be_released_keeps_the_pages(self) -> None:
         stubborn: list[Stubborn] = []
@@ -235,7 +233,7 @@ class TestStopping:
             stubborn.append(Stubborn(transport))
             return stubborn[0]
 
-        cluster = Cluster(wrap=wrap, grain_bytes=WHOLE_STEP)
+        cluster = Cluster(wrap=wrap, layers_per_write=NUM_LAYERS)
         cluster.begin()
         cluster.start_step((A, [1], [5]))[0].finish()
         cluster.close()

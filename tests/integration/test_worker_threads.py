@@ -41,7 +41,7 @@ class Side:
         rig = make_rig(directory, role=role, num_blocks=NUM_BLOCKS)
         self.kv = caches(fill)
         self.half = WorkerHalf(
-            PDConfig(),
+            PDConfig(min_write_bytes=1),  # layer by layer
             rig.scheduler.vllm_config,
             rig.scheduler.kv_cache_config,
             rank=0,

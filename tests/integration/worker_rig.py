@@ -3,9 +3,11 @@
 import base64
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from vllm_pd_connector.engine.layer_signal import LayerSignal, PlainSignals
 from vllm_pd_connector.engine.messenger import Messenger
+from vllm_pd_connector.engine.posting import Posting
 from vllm_pd_connector.engine.receiver import Receiver
 from vllm_pd_connector.engine.step import BeginTransfer, CloseTransfer, ExpectTransfer, HandBack
 from vllm_pd_connector.engine.word_signal import HostWords
@@ -13,6 +15,7 @@ from vllm_pd_connector.engine.worker_rank import WorkerRank
 from vllm_pd_connector.engine.writer import Writer
 from vllm_pd_connector.geometry.cache_geometry import CacheGeometry
 from vllm_pd_connector.plan.extent import Span
+from vllm_pd_connector.plan.grain import Grain, portions
 from vllm_pd_connector.plan.write import ChunkWrite
 from vllm_pd_connector.telemetry.counters import Tally
 from vllm_pd_connector.telemetry.timeline import NoTimeline
@@ -62,7 +65,7 @@ class Cluster:
     verify: digests.
     faults: on every prefiller rank's transport.
     wrap: around every prefiller rank's transport.
-    grain_bytes: what is worth an armed write; many for one write of all layers.
+    layers_per_write: how many travel together.
 
     Attributes:
         is_arming: writes are armed when their step begins, as for a native thread, instead of posted by the messenger.
@@ -82,9 +85,9 @@ class Cluster:
         verify: bool = False,
         faults: Sequence[ScriptedFault] = (),
         wrap: Callable[[Transport], Transport] = lambda transport: transport,
-        grain_bytes: int = 1,
+        layers_per_write: int = 1,
     ) -> None:
-        self.grain_bytes = grain_bytes
+        self.layers_per_write = layers_per_write
         self.clock = FakeClock()
         self.src = src or plain_geometry(PAGE_BYTES, tp_size=tp)
         self.dst = dst or plain_geometry(PAGE_BYTES, tp_size=tp)
@@ -148,16 +151,10 @@ class Cluster:
         tally = Tally()
         arming = ArmingByPoll(transport, self.clock) if self.is_arming and not verify else None
         transport = arming or transport
-        writer = Writer(
-            transport,
-            rank,
-            verify=verify,
-            tally=tally,
-            timeline=NoTimeline(),
-            clock=self.clock,
-            grain_bytes=self.grain_bytes,
-            arming=arming,
-        )
+        grain = Grain(1.0)
+        told: dict[str, Any] = {"tally": tally, "timeline": NoTimeline(), "clock": self.clock}
+        posting = Posting(transport, rank, verify=verify, grain=grain, arming=arming, **told)
+        writer = Writer(transport, rank, posting, grain, **told)
         receiver = Receiver(transport, rank, max_parked=4, tally=tally, timeline=NoTimeline())
         return Rank(rank, kv, transport, writer, receiver, Messenger([writer, receiver], 0.001), tally)
 
@@ -202,7 +199,8 @@ class Cluster:
         sizes = [rank.kv.table.num_layers for rank in self.prefillers]
         signals = [(HostWords(n) if self.is_arming else PlainSignals("cpu", n)).begin_step() for n in sizes]
         for rank, signal in zip(self.prefillers, signals, strict=True):
-            rank.writer.start_step(list(chunks), signal)
+            layers = portions(rank.kv.table.num_layers, self.layers_per_write)
+            rank.writer.start_step(list(chunks), signal, layers)
         return signals
 
     def close(self, transfer: str = A, *, cancel: bool = False, report: bool = True) -> None:

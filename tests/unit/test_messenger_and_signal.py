@@ -12,7 +12,7 @@ from vllm_pd_connector.geometry.page_table import whole_pages
 from vllm_pd_connector.testing.buffers import KvBuffer
 from vllm_pd_connector.testing.clock import FakeClock
 from vllm_pd_connector.testing.shapes import bound_pieces
-from vllm_pd_connector.transport.base import WriteStatus
+from vllm_pd_connector.transport.base import WriteStatus, post_write
 from vllm_pd_connector.transport.memory import MemoryFabric, MemoryTransport
 from vllm_pd_connector.transport.scripted import HANG_S, Action, ScriptedFault, ScriptedTransport
 
@@ -136,7 +136,7 @@ def scripted(
 def write_block(transport: ScriptedTransport, src: KvBuffer, dst: KvBuffer, *blocks: int) -> WriteStatus:
     peer = transport.connect(b"t", dst.table)
     lane = transport.open_lane(peer, whole_pages(src.table), whole_pages(dst.table))
-    handle = transport.post_write(lane, bound_pieces(blocks, blocks), bytes(blocks))
+    handle = post_write(transport, lane, bound_pieces(blocks, blocks), bytes(blocks))
     status = transport.poll(handle)
     for _ in range(3):
         status = transport.poll(handle)
@@ -163,7 +163,7 @@ class TestScriptedFaults:
         clock = FakeClock()
         transport, src, dst, _ = scripted("hang", nth=0, clock=clock)
         lane = transport.open_lane(transport.connect(b"t", dst.table), whole_pages(src.table), whole_pages(dst.table))
-        handle = transport.post_write(lane, bound_pieces([1], [1]), b"")
+        handle = post_write(transport, lane, bound_pieces([1], [1]), b"")
         clock.advance(HANG_S)
         assert transport.poll(handle) is WriteStatus.POSTED
         clock.advance(0.1)

@@ -21,9 +21,13 @@ class LayerSignal(Protocol):
 
     Attributes:
         must_poll: a layer may become ready later than its bump, without anybody waking the messenger.
+        is_watched: somebody wakes the messenger when a portion is ready, so the hook need not.
+        has_triggers: a native poller can wait for its layers.
     """
 
     must_poll: bool
+    is_watched: bool
+    has_triggers: bool
 
     def bump(self, layer: int) -> None:
         """The layer's attention has been enqueued (device) or is done (CPU)."""
@@ -42,11 +46,11 @@ class LayerSignal(Protocol):
         ...
 
     def watch(self, portions: Sequence[Sequence[int]]) -> None:
-        """Have the messenger woken when all layers of a portion are ready; by default the hook does that."""
+        """Have the messenger woken when all layers of a portion are ready, where `is_watched`."""
         ...
 
-    def trigger(self, layers: Sequence[int], deadline_ns: int) -> Trigger | None:
-        """What a native poller has to wait for; None when only `take` tells."""
+    def trigger(self, layers: Sequence[int], deadline_ns: int) -> Trigger:
+        """What a native poller has to wait for. Only where `has_triggers`."""
         ...
 
 
@@ -70,7 +74,7 @@ class LayerSignals(Protocol):
 class HostLayerSignal:
     """For backends that run in the model thread: when the hook runs, the KV is in memory."""
 
-    must_poll = False
+    must_poll = is_watched = has_triggers = False
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
@@ -99,8 +103,8 @@ class HostLayerSignal:
     def watch(self, portions: Sequence[Sequence[int]]) -> None:
         pass
 
-    def trigger(self, layers: Sequence[int], deadline_ns: int) -> None:
-        return None
+    def trigger(self, layers: Sequence[int], deadline_ns: int) -> Trigger:
+        raise NotImplementedError("has_triggers is False")
 
 
 class EventLayerSignal:
@@ -110,6 +114,7 @@ class EventLayerSignal:
     """
 
     must_poll = True
+    is_watched = has_triggers = False
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
@@ -142,8 +147,8 @@ class EventLayerSignal:
     def watch(self, portions: Sequence[Sequence[int]]) -> None:
         pass
 
-    def trigger(self, layers: Sequence[int], deadline_ns: int) -> None:
-        return None
+    def trigger(self, layers: Sequence[int], deadline_ns: int) -> Trigger:
+        raise NotImplementedError("has_triggers is False")
 
 
 class PlainSignals:

@@ -47,7 +47,7 @@ def open_native_thread(transport: Transport, device: torch.device, *, is_wanted:
     """
     if is_wanted:
         try:
-            if not hasattr(transport, "arm_write"):
+            if not hasattr(transport, "arm"):
                 raise UnsupportedEngine(f"{type(transport).__name__} has no writes that a native thread could post")
             if not native.is_built():
                 raise UnsupportedEngine(native.describe())

@@ -1,4 +1,4 @@
-"""One rank's writes: made of the layers of a step, posted now or armed, and watched until they are over."""
+"""One rank's writes: prepared for some layers of a step, posted or armed, and watched until they are over."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ from vllm_pd_connector.engine.links import Link
 from vllm_pd_connector.engine.outgoing import Outgoing
 from vllm_pd_connector.engine.worker_rank import WorkerRank
 from vllm_pd_connector.kernels.poller import Trigger
+from vllm_pd_connector.plan.grain import Grain
 from vllm_pd_connector.plan.write import BoundWrite, Granules, GroupWrite, bind, join, select
 from vllm_pd_connector.telemetry.counters import Tally
 from vllm_pd_connector.telemetry.timeline import Timeline
@@ -20,6 +21,8 @@ from vllm_pd_connector.wire.codec import encode
 from vllm_pd_connector.wire.messages import WriteNote
 
 logger = getLogger(__name__)
+
+UNFINISHED = (WriteStatus.PREPARED, WriteStatus.ARMED, WriteStatus.POSTED)
 
 STUCK_S = 10.0
 """Seconds in flight after which a write is complained about. Nothing can end it (docs/adr/0008)."""
@@ -35,8 +38,15 @@ class PlannedWrite:
 
 
 @dataclass(slots=True)
-class Posted:
-    """A write that is posted, or armed to be."""
+class PreparedWrite:
+    """A write to one decoder rank, from when it is made until it is over.
+
+    Attributes:
+        cpu_s: what making it has taken.
+        is_armed: a native thread posts it.
+        posted_at: seconds on the writer's clock; None before.
+        is_stuck: complained about.
+    """
 
     outgoing: Outgoing
     link: Link
@@ -44,17 +54,19 @@ class Posted:
     bound: BoundWrite
     layers: Sequence[int]
     seq: int
-    is_armed: bool
-    posted_at: float
+    cpu_s: float
+    is_armed: bool = False
+    posted_at: float | None = None
     is_stuck: bool = False
 
     @property
     def must_be_polled(self) -> bool:
         """Nobody tells when it is over."""
-        return not self.is_armed or not self.outgoing.may_post
+        return not self.outgoing.may_post or (self.posted_at is not None and not self.is_armed)
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of its pages."""
         return self.bound.num_pages * self.link.route.spot_bytes
 
 
@@ -65,10 +77,15 @@ class Posting:
         transport: the rank's endpoint.
         rank: the worker.
         verify: send a digest of each page along.
+        grain: learns what writes take.
         tally: counters.
         timeline: moments.
         clock: monotonic seconds.
+        cpu_clock: CPU seconds of the thread.
         arming: the transport again, when a native thread is to post.
+
+    Attributes:
+        reads_pages: preparing a write reads its pages, so they must be ready.
     """
 
     def __init__(
@@ -77,119 +94,154 @@ class Posting:
         rank: WorkerRank,
         *,
         verify: bool,
+        grain: Grain,
         tally: Tally,
         timeline: Timeline,
         clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
         arming: ArmingTransport | None = None,
     ) -> None:
         self._transport = transport
         self._rank = rank
         self._pages = rank.pages
         self._sender = rank.number
-        self._verify = verify
+        self.reads_pages = verify
+        self._grain = grain
         self._tally = tally
         self._timeline = timeline
         self._clock = clock
+        self._cpu_clock = cpu_clock
         self._arming = arming
-        self._posted: list[Posted] = []
+        self._writes: list[PreparedWrite] = []
 
     @property
     def must_be_polled(self) -> bool:
-        return any(posted.must_be_polled for posted in self._posted)
+        return any(write.must_be_polled for write in self._writes)
+
+    @property
+    def may_arm(self) -> bool:
+        """A native thread posts what is armed."""
+        return self._arming is not None
 
     @property
     def peers(self) -> set[int]:
-        """`id` of each peer that a write is in flight to."""
-        return {id(posted.link.peer) for posted in self._posted}
+        """`id` of each peer that a write is made for and not over."""
+        return {id(write.link.peer) for write in self._writes}
 
     def withdraw(self, outgoing: Outgoing) -> None:
         """Post nothing of a transfer that is not posted yet; `poll` then finds it withdrawn."""
-        if self._arming is not None:
-            for posted in self._posted:
-                if posted.outgoing is outgoing and posted.is_armed:
-                    self._arming.withdraw(posted.handle)
+        for write in self._writes:
+            if write.outgoing is outgoing:
+                self._transport.withdraw(write.handle)
 
-    def post(
-        self, outgoing: Outgoing, link: Link, write: PlannedWrite, layers: Sequence[int], trigger: Trigger | None
-    ) -> None:
-        """Post what one decoder rank gets of these layers, now or by a trigger; nothing if other ranks send it that."""
-        route, pages = link.route, link.peer.pages
-        if link not in write.granules:
-            write.granules[link] = [
-                select(group, route, outgoing.transfer_id, self._pages, pages) for group in write.groups
-            ]
-        parts: list[BoundWrite] = []
-        for group, granules in enumerate(write.granules[link]):
-            rows = [layer for layer in layers if self._rank.groups[layer] == group]
-            if rows and granules.num_tokens:
-                targets = [outgoing.dst_layers[layer] for layer in rows]
-                parts.append(bind(granules, route, self._pages, pages, src_layers=rows, dst_layers=targets))
-        if not parts:
-            return
-        bound = join(parts)
-        step = write.groups[0].span
+    def prepare(
+        self, outgoing: Outgoing, link: Link, planned: PlannedWrite, layers: Sequence[int]
+    ) -> PreparedWrite | None:
+        """What one decoder rank gets of these layers; None if other ranks send it that. In flight from now on.
+
+        Raises:
+            PeerLost: the rank is gone.
+            OutOfRegion: a page is outside either side's pool.
+        """
+        started = self._cpu_clock()
+        bound = self._bind(outgoing, link, planned, layers)
+        if bound is None:
+            return None
+        route, span = link.route, planned.groups[0].span
+        pages = (self._transport, bound, route, self._pages, link.peer.pages)
         note = WriteNote(
             transfer_id=outgoing.transfer_id,
             sender=self._sender,
             seq=outgoing.next_seq(),
             units=bound.units,
             pages=bound.num_pages,
-            start=step.start,
-            stop=step.stop,
-            **(signature(self._transport, bound, route, self._pages, pages) if self._verify else {}),
+            start=span.start,
+            stop=span.stop,
+            **(signature(*pages) if self.reads_pages else {}),
         )
-        if trigger is None:
-            self._mark_posted(outgoing.transfer_id, layers, note.seq, route.dst_rank)
-            handle = self._transport.post_write(link.lane, bound, encode(note))
-        else:
-            assert self._arming is not None
-            handle = self._arming.arm_write(link.lane, bound, encode(note), trigger)
-        self._tally.add("writes")
+        handle = self._transport.prepare_write(link.lane, bound, encode(note))
         outgoing.num_in_flight += 1
-        is_armed = trigger is not None
-        self._posted.append(Posted(outgoing, link, handle, bound, layers, note.seq, is_armed, self._clock()))
+        cpu_s = self._cpu_clock() - started
+        self._writes.append(PreparedWrite(outgoing, link, handle, bound, layers, note.seq, cpu_s))
+        return self._writes[-1]
 
-    def poll(self) -> list[tuple[Posted, WriteStatus]]:
+    def post(self, write: PreparedWrite) -> None:
+        """Its pages are ready.
+
+        Raises:
+            PeerLost: the rank is gone; `poll` finds the write failed.
+        """
+        started = self._cpu_clock()
+        write.posted_at = self._clock()
+        self._tally.add("writes")
+        self._mark_posted(write)
+        self._transport.post(write.handle)
+        self._grain.posting.add(write.num_bytes, write.cpu_s + self._cpu_clock() - started)
+
+    def arm(self, write: PreparedWrite, trigger: Trigger) -> None:
+        """Have the native thread post it."""
+        assert self._arming is not None
+        write.is_armed = True
+        self._tally.add("writes")
+        self._arming.arm(write.handle, trigger)
+        self._grain.posting.add(write.num_bytes, write.cpu_s)
+
+    def poll(self) -> list[tuple[PreparedWrite, WriteStatus]]:
         """Drive what is in flight; the writes that are over by now, each once."""
-        still: list[Posted] = []
-        over: list[tuple[Posted, WriteStatus]] = []
-        for posted in self._posted:
-            status = self._transport.poll(posted.handle)
-            if status in (WriteStatus.ARMED, WriteStatus.POSTED) or not self._transport.release(posted.handle):
-                self._complain_if_stuck(posted, status)
-                still.append(posted)  # it may still read the pages: they stay (law 2)
-            else:
-                over.append((posted, status))
-                if posted.is_armed and status is not WriteStatus.WITHDRAWN:
-                    self._mark_armed(posted)
-        self._posted = still
+        still: list[PreparedWrite] = []
+        over: list[tuple[PreparedWrite, WriteStatus]] = []
+        for write in self._writes:
+            status = self._transport.poll(write.handle)
+            if status in UNFINISHED or not self._transport.release(write.handle):
+                self._complain_if_stuck(write, status)
+                still.append(write)  # it may still read the pages: they stay (law 2)
+                continue
+            over.append((write, status))
+            if status is WriteStatus.WITHDRAWN:
+                continue
+            began = self._note_armed(write) if write.is_armed else write.posted_at
+            if status is WriteStatus.DONE and began is not None:
+                self._grain.wire.add(write.num_bytes, self._clock() - began)
+        self._writes = still
         return over
 
-    def _complain_if_stuck(self, posted: Posted, status: WriteStatus) -> None:
+    def _bind(self, outgoing: Outgoing, link: Link, planned: PlannedWrite, layers: Sequence[int]) -> BoundWrite | None:
+        route, pages = link.route, link.peer.pages
+        if link not in planned.granules:
+            planned.granules[link] = [
+                select(group, route, outgoing.transfer_id, self._pages, pages) for group in planned.groups
+            ]
+        parts: list[BoundWrite] = []
+        for group, granules in enumerate(planned.granules[link]):
+            rows = [layer for layer in layers if self._rank.groups[layer] == group]
+            if rows and granules.num_tokens:
+                targets = [outgoing.dst_layers[layer] for layer in rows]
+                parts.append(bind(granules, route, self._pages, pages, src_layers=rows, dst_layers=targets))
+        return join(parts) if parts else None
+
+    def _complain_if_stuck(self, write: PreparedWrite, status: WriteStatus) -> None:
         """Once: no bound of ours ends this wait (law 2 before law 8)."""
-        if status is WriteStatus.ARMED:
-            posted.posted_at = self._clock()  # it is not in flight yet
-        elif not posted.is_stuck and self._clock() - posted.posted_at > STUCK_S:
-            posted.is_stuck = True
+        if status in (WriteStatus.PREPARED, WriteStatus.ARMED):
+            return
+        if write.posted_at is None:  # by the native thread, since the last look
+            write.posted_at = self._clock()
+        elif not write.is_stuck and self._clock() - write.posted_at > STUCK_S:
+            write.is_stuck = True
             self._tally.add("writes_stuck")
             logger.error(
                 "event=write_stuck transfer=%s rank=%d layers=%s its pages stay until the transport ends it",
-                posted.outgoing.transfer_id,
+                write.outgoing.transfer_id,
                 self._sender,
-                list(posted.layers),
+                list(write.layers),
             )
 
-    def _mark_posted(
-        self, transfer_id: str, layers: Sequence[int], seq: int, dst_rank: int, at_ns: int | None = None
-    ) -> None:
-        mark = partial(self._timeline.mark, transfer_id, "write_posted", layers=list(layers), rank=self._sender)
-        mark(seq=seq, to=dst_rank, at_ns=at_ns)
+    def _mark_posted(self, write: PreparedWrite, at_ns: int | None = None) -> None:
+        mark = partial(self._timeline.mark, write.outgoing.transfer_id, "write_posted", layers=list(write.layers))
+        mark(rank=self._sender, seq=write.seq, to=write.link.route.dst_rank, at_ns=at_ns)
 
-    def _mark_armed(self, posted: Posted) -> None:
-        """What the native thread saw, told afterwards."""
+    def _note_armed(self, write: PreparedWrite) -> float:
+        """What the native thread saw, told afterwards; when it began to post."""
         assert self._arming is not None
-        transfer_id = posted.outgoing.transfer_id
-        ready_ns, posted_ns = self._arming.moments(posted.handle)
-        for layer in posted.layers:
-            self._timeline.mark(transfer_id, "layer_computed", layer=layer, at_ns=ready_ns, rank=self._sender)
-        self._mark_posted(transfer_id, posted.layers, posted.seq, posted.link.route.dst_rank, posted_ns)
+        ready_ns, posted_ns = self._arming.moments(write.handle)
+        self._mark_posted(write, posted_ns)
+        return ready_ns / 1e9

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+from contextlib import suppress
 from logging import getLogger
 
 import torch
@@ -11,6 +13,8 @@ from vllm_pd_connector.topology.placement import Placement, place
 from vllm_pd_connector.topology.sysfs import read_device, read_nics, read_node_cpus
 
 logger = getLogger(__name__)
+
+PR_SET_TIMERSLACK = 29  # linux/prctl.h
 
 
 def rank_placement(device: torch.device) -> Placement:
@@ -43,3 +47,9 @@ def pin_this_thread(placement: Placement) -> None:
     """Keep the calling thread on the cores of its GPU's NUMA node."""
     if placement.cpus:
         os.sched_setaffinity(0, placement.cpus)
+
+
+def sharpen_this_thread() -> None:
+    """Have the calling thread's waits end in time: Linux lets each last 50 us longer, waits for the GIL among them."""
+    with suppress(OSError, AttributeError):  # another system: its waits are as they are
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0)

@@ -89,6 +89,7 @@ class WordSignal:
     """One step over a rank's words."""
 
     must_poll = False
+    has_triggers = True
 
     def __init__(
         self,
@@ -104,6 +105,7 @@ class WordSignal:
         self._bump = bump
         self._finish = finish
         self._watcher = watcher
+        self.is_watched = watcher is not None
         self._untaken = list(range(num_layers))
 
     def bump(self, layer: int) -> None:

@@ -22,13 +22,15 @@ from vllm_pd_connector.engine import vllm_cache
 from vllm_pd_connector.engine.layer_signal import LayerSignal, LayerSignals, PlainSignals
 from vllm_pd_connector.engine.messenger import Messenger
 from vllm_pd_connector.engine.native_posting import NativeThread, open_native_thread
-from vllm_pd_connector.engine.rank_placement import pin_this_thread, rank_placement
+from vllm_pd_connector.engine.posting import Posting
+from vllm_pd_connector.engine.rank_placement import pin_this_thread, rank_placement, sharpen_this_thread
 from vllm_pd_connector.engine.receiver import Receiver
 from vllm_pd_connector.engine.step import RankHandshake, StepMetadata, WorkerReport
 from vllm_pd_connector.engine.word_signal import make_signals
 from vllm_pd_connector.engine.worker_rank import WorkerRank
 from vllm_pd_connector.engine.writer import Writer
 from vllm_pd_connector.errors import UnsupportedEngine
+from vllm_pd_connector.plan.grain import Grain, portions
 from vllm_pd_connector.plan.write import layer_bytes
 from vllm_pd_connector.telemetry.counters import Tally
 from vllm_pd_connector.telemetry.timeline import open_timeline
@@ -48,6 +50,10 @@ logger = getLogger(__name__)
 SWITCH_S = 1e-4
 """Seconds after which a thread that computes in Python gives the GIL to one that waits for it. With CPython's 5 ms a
 ready layer waits 2 to 10 ms for the messenger, with this 0.3 to 0.5 ms (ADR 12)."""
+
+HOST_SHARE, DEVICE_SHARE = 1.0, 0.1
+"""Of the time of a post, what the model thread loses: all of it where both compute on the same cores; beside a GPU only
+what it waits for the GIL, while its kernels are enqueued ahead (assumed, not measured)."""
 
 T = TypeVar("T")
 
@@ -100,8 +106,7 @@ class WorkerHalf:
         self._signals: LayerSignals = PlainSignals("cpu", 0)
         self._has_warned = False
         self._signal: LayerSignal | None = None
-        self._layer_bytes = 0
-        self._ready_bytes = 0
+        self._wake_after: frozenset[int] = frozenset()
         self._fences: FenceServer | None = None
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -154,15 +159,27 @@ class WorkerHalf:
         is_wanted = self._config.native_posting and not self._config.verify_pages  # digests are taken by Python
         self._native = open_native_thread(self._transport, device, is_wanted=is_wanted)
         self._signals = make_signals(device, self._pages.num_layers, self._native.poller)
-        self._writer = Writer(
+        self._grain = Grain(
+            HOST_SHARE if device.type == "cpu" else DEVICE_SHARE, min_write_bytes=self._config.min_write_bytes
+        )
+        posting = Posting(
             self._transport,
             rank,
             verify=self._config.verify_pages,
+            grain=self._grain,
             tally=self._tally,
             timeline=self._timeline,
             clock=self._clock,
-            grain_bytes=self._config.min_write_bytes,
             arming=self._native.arming,
+        )
+        self._writer = Writer(
+            self._transport,
+            rank,
+            posting,
+            self._grain,
+            tally=self._tally,
+            timeline=self._timeline,
+            clock=self._clock,
         )
         self._receiver = Receiver(
             self._transport, rank, max_parked=self._config.max_parked, tally=self._tally, timeline=self._timeline
@@ -173,9 +190,9 @@ class WorkerHalf:
             on_start=partial(_start_thread, device, placement),
             bell=self._native.bell,
         )
-        self._wake, self._wake_bytes = self._messenger.wake, self._config.min_write_bytes
+        self._wake = self._messenger.wake
         if self._native.arming is not None and self._native.poller is not None:
-            self._wake, self._wake_bytes = self._native.poller.wake, sys.maxsize  # it looks for layers by itself
+            self._wake = self._native.poller.wake
 
     def handshake(self) -> RankHandshake:
         return RankHandshake(
@@ -189,11 +206,13 @@ class WorkerHalf:
     def start_step(self, orders: StepMetadata) -> None:
         """Hand the step's orders over, before its forward pass."""
         self._signal = None
+        layers: list[range] = []
         if orders.writes:
             self._signal = self._signals.begin_step()
-            self._layer_bytes = layer_bytes(orders.writes, self._pages.page_bytes)
-            self._ready_bytes = 0
-        for action in self._actions(orders, self._signal):
+            layers = self._portions(orders)
+            is_watched = self._signal.is_watched or self._native.arming is not None
+            self._wake_after = frozenset() if is_watched else frozenset(some[-1] for some in layers)
+        for action in self._actions(orders, self._signal, layers):
             self._messenger.submit(action)
 
     def layer_done(self, layer_name: str) -> None:
@@ -203,9 +222,7 @@ class WorkerHalf:
         layer = self._layers.get(layer_name)
         if layer is not None:
             self._signal.bump(layer)
-            self._ready_bytes += self._layer_bytes
-            if self._ready_bytes >= self._wake_bytes:
-                self._ready_bytes = 0
+            if layer in self._wake_after:
                 self._wake()
 
     @property
@@ -294,7 +311,16 @@ class WorkerHalf:
         self._messenger.submit(abandon)
         self._messenger.wait(abandoned, PREEMPTION_WAIT_S)
 
-    def _actions(self, orders: StepMetadata, signal: LayerSignal | None) -> Iterator[Callable[[], None]]:
+    def _portions(self, orders: StepMetadata) -> list[range]:
+        """The layers that travel together in this step."""
+        size = self._grain.layers_per_write(
+            self._pages.num_layers, layer_bytes(orders.writes, self._pages.page_bytes), len(orders.writes)
+        )
+        return portions(self._pages.num_layers, size)
+
+    def _actions(
+        self, orders: StepMetadata, signal: LayerSignal | None, layers: list[range]
+    ) -> Iterator[Callable[[], None]]:
         """One action for each order, in order: one that fails must not take the others with it."""
         for expect in orders.expects:
             yield partial(self._receiver.expect, expect)
@@ -305,7 +331,7 @@ class WorkerHalf:
         for begin in orders.begins:
             yield partial(self._writer.begin, begin)
         if signal is not None:
-            yield partial(self._writer.start_step, orders.writes, signal)
+            yield partial(self._writer.start_step, orders.writes, signal, layers)
         for close in orders.closes:
             yield partial(self._writer.close, close)
 
@@ -338,6 +364,7 @@ def _start_thread(device: torch.device, placement: Placement) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     pin_this_thread(placement)
+    sharpen_this_thread()
 
 
 def _drain(queue: deque[str]) -> set[str]:

@@ -1,30 +1,31 @@
 """The prefiller's writer: posts each layer's pages as soon as they are in memory, and keeps account until silence.
 
-Grain: at each turn all layers that became ready since the last one go out in one write per transfer, so whatever delays
-the writer makes its writes larger. It is woken when `min_write_bytes` are ready: short steps travel in one write and
-long ones layer by layer. Where a native thread posts (`arming`), the same layers are put together beforehand.
+A step's layers are divided into portions, each a write per transfer (`plan.grain`). Writes of the next portions are
+prepared while layers compute, so that little is left to do when one is ready. Where a native thread posts, all are
+prepared and armed when the step begins.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from logging import getLogger
 
 from vllm_pd_connector.engine.layer_signal import LayerSignal
 from vllm_pd_connector.engine.ledger import Ledger
 from vllm_pd_connector.engine.links import Links
 from vllm_pd_connector.engine.outgoing import Outgoing, WhenQuiet
-from vllm_pd_connector.engine.posting import PlannedWrite, Posted, Posting
+from vllm_pd_connector.engine.posting import PlannedWrite, Posting, PreparedWrite
 from vllm_pd_connector.engine.step import BeginTransfer, CloseTransfer
 from vllm_pd_connector.engine.worker_rank import WorkerRank
 from vllm_pd_connector.errors import ConfigError, OutOfRegion, PeerLost
-from vllm_pd_connector.kernels.poller import Trigger
 from vllm_pd_connector.lifecycle.outgoing import OutgoingEvent, OutgoingState
+from vllm_pd_connector.plan.grain import Grain
 from vllm_pd_connector.plan.write import ChunkWrite, layer_bytes
 from vllm_pd_connector.telemetry.counters import Tally
 from vllm_pd_connector.telemetry.timeline import Timeline
-from vllm_pd_connector.transport.base import ArmingTransport, Transport, WriteStatus
+from vllm_pd_connector.transport.base import Transport, WriteStatus
 from vllm_pd_connector.wire.codec import encode
 from vllm_pd_connector.wire.messages import FailureNote, Quiet, Standing
 
@@ -33,13 +34,62 @@ logger = getLogger(__name__)
 OUT_OF_LEASE = "the decoder's lease has run out"
 
 
+AHEAD = 4
+"""Portions whose writes are prepared before they are ready."""
+
+
+@dataclass(slots=True)
+class _Portion:
+    """Layers that travel together.
+
+    Attributes:
+        num_missing: layers not in memory yet.
+        writes: of each transfer to each decoder rank, once prepared.
+    """
+
+    layers: Sequence[int]
+    num_missing: int
+    writes: list[PreparedWrite] | None = None
+
+
 @dataclass(slots=True)
 class _Step:
-    """Chunk writes of one forward pass and the signal that releases their layers."""
+    """Chunk writes of one forward pass, and the signal that releases their layers.
 
-    writes: list[PlannedWrite]
+    Attributes:
+        portions: not posted and not armed yet.
+        layer_bytes: that each layer makes ready.
+        num_layers: all of them.
+        ready_ns: when each layer that is in memory was seen.
+    """
+
+    planned: list[PlannedWrite]
     signal: LayerSignal
-    num_layers_left: int
+    portions: list[_Portion]
+    layer_bytes: int
+    num_layers: int
+    ready_ns: list[int] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.ready_ns) == self.num_layers
+
+    @property
+    def layer_s(self) -> float:
+        """Seconds of compute of a layer; of a step of one layer nothing is known."""
+        return (max(self.ready_ns) - min(self.ready_ns)) / 1e9 / max(self.num_layers - 1, 1)
+
+    def note_ready(self, layer: int, at_ns: int) -> None:
+        self.ready_ns.append(at_ns)
+        for portion in self.portions:
+            if layer in portion.layers:
+                portion.num_missing -= 1
+
+    def take_ready(self) -> list[_Portion]:
+        """Portions whose layers are all in memory, each once."""
+        ready = [portion for portion in self.portions if not portion.num_missing]
+        self.portions = [portion for portion in self.portions if portion.num_missing]
+        return ready
 
 
 @dataclass(slots=True)
@@ -54,30 +104,27 @@ class Writer:
     Args:
         transport: the rank's endpoint.
         rank: the worker.
-        verify: send a digest of each page along.
+        posting: its writes.
+        grain: how many layers go into one.
         tally: counters.
         timeline: moments.
         clock: monotonic seconds; those of `time.monotonic` where writes are armed.
-        grain_bytes: ready layers of this size, over all transfers of a step, are worth a write of their own.
-        arming: the transport again, when a native thread is to post.
     """
 
     def __init__(
         self,
         transport: Transport,
         rank: WorkerRank,
+        posting: Posting,
+        grain: Grain,
         *,
-        verify: bool,
         tally: Tally,
         timeline: Timeline,
         clock: Callable[[], float] = time.monotonic,
-        grain_bytes: int = 1,
-        arming: ArmingTransport | None = None,
     ) -> None:
         self._transport = transport
-        self._may_arm = arming is not None
-        self._grain_bytes = grain_bytes
-        self._pages = rank.pages
+        self._posting = posting
+        self._grain = grain
         self._rank = rank
         self._sender = rank.number
         self._tally = tally
@@ -86,9 +133,6 @@ class Writer:
         self._ledger = Ledger()
         self._links = Links(transport, rank.pages, rank.geometry, rank.tp_rank)
         self._steps: list[_Step] = []
-        self._posting = Posting(
-            transport, rank, verify=verify, tally=tally, timeline=timeline, clock=clock, arming=arming
-        )
         self._drains: list[_Drain] = []
         self.sent: deque[str] = deque()
         self.failures: deque[tuple[str, str]] = deque()
@@ -113,25 +157,36 @@ class Writer:
         except (PeerLost, OutOfRegion, ConfigError, IndexError, ValueError) as error:
             self._give_up(outgoing, f"the decoder cannot be reached from rank {self._sender}: {error}")
 
-    def start_step(self, writes: list[ChunkWrite], signal: LayerSignal) -> None:
-        """Take over the pages a forward pass will complete."""
-        live: list[PlannedWrite] = []
+    def start_step(self, writes: list[ChunkWrite], signal: LayerSignal, layers: Sequence[Sequence[int]]) -> None:
+        """Take over the pages a forward pass will complete.
+
+        Args:
+            writes: of all transfers in the step.
+            signal: tells when layers are in memory.
+            layers: those of each portion; together all of the rank's.
+        """
+        planned: list[PlannedWrite] = []
         for write in writes:
             outgoing = self._ledger.get(write.transfer_id)
             if outgoing is not None and outgoing.may_post:
                 outgoing.num_unposted += 1
-                live.append(PlannedWrite(write.transfer_id, [group.as_arrays() for group in write.groups]))
-        if not live:
+                planned.append(PlannedWrite(write.transfer_id, [group.as_arrays() for group in write.groups]))
+        if not planned:
             return
-        step = _Step(live, signal, self._pages.num_layers)
-        ready_bytes = layer_bytes(writes, self._pages.page_bytes)
-        portions = _portions(self._pages.num_layers, -(-self._grain_bytes // max(ready_bytes, 1)))
-        if self._may_arm and signal.trigger([], 0) is not None:
-            for layers in portions:
-                self._arm(step, layers)
+        pages = self._rank.pages
+        step = _Step(
+            planned,
+            signal,
+            portions=[_Portion(some, len(some)) for some in layers],
+            layer_bytes=layer_bytes(writes, pages.page_bytes),
+            num_layers=pages.num_layers,
+        )
+        self._steps.append(step)
+        if self._posting.may_arm and signal.has_triggers:
+            self._arm(step)
         else:
-            signal.watch(portions)
-            self._steps.append(step)
+            signal.watch(layers)
+            self._prepare_ahead(step)
 
     def close(self, order: CloseTransfer) -> None:
         """The scheduler half is done with a transfer; it is reported once quiet."""
@@ -182,56 +237,81 @@ class Writer:
                 self._give_up(outgoing, OUT_OF_LEASE)
         for step in self._steps:
             self._post_ready(step)
-        self._steps = [step for step in self._steps if step.num_layers_left]
-        for posted, status in self._posting.poll():
-            self._account(posted, status)
+        self._steps = [step for step in self._steps if not step.is_over]
+        for write, status in self._posting.poll():
+            self._account(write, status)
+        for step in self._steps:
+            self._prepare_ahead(step)
         for peer in self._links.take_distrusted(self._posting.peers):
             self._transport.disconnect(peer)
         self._settle()
 
     def _post_ready(self, step: _Step) -> None:
-        ready = step.signal.take()
-        if not ready:
-            return
-        layers = [layer for layer, _ in ready]
-        for write, outgoing in self._live(step):
-            for layer, at_ns in ready:
-                self._timeline.mark(outgoing.transfer_id, "layer_computed", layer=layer, at_ns=at_ns, rank=self._sender)
-            self._post_all(outgoing, write, layers)
-        self._count_off(step, layers)
-
-    def _arm(self, step: _Step, layers: Sequence[int]) -> None:
-        """Have these layers posted when the last of them is in memory."""
-        for write, outgoing in self._live(step):
-            self._post_all(outgoing, write, layers, step.signal.trigger(layers, round(outgoing.lease_ends * 1e9)))
-        self._count_off(step, layers)
-
-    def _live(self, step: _Step) -> Iterator[tuple[PlannedWrite, Outgoing]]:
-        for write in step.writes:
-            outgoing = self._ledger.get(write.transfer_id)
-            if outgoing is not None and outgoing.may_post:
-                yield write, outgoing
-
-    def _count_off(self, step: _Step, layers: Sequence[int]) -> None:
-        step.num_layers_left -= len(layers)
-        if not step.num_layers_left:
+        for layer, at_ns in step.signal.take():
+            step.note_ready(layer, at_ns)
             for _, outgoing in self._live(step):
-                outgoing.num_unposted -= 1
+                self._timeline.mark(outgoing.transfer_id, "layer_computed", layer=layer, at_ns=at_ns, rank=self._sender)
+        ready = step.take_ready()
+        for portion in ready:
+            for write in self._prepared(step, portion):
+                self._attempt(write.outgoing, partial(self._posting.post, write))
+        if ready and not step.portions:
+            self._count_off(step)
+        if step.is_over and step.num_layers > 1:
+            self._grain.layer.add(step.layer_bytes, step.layer_s)
 
-    def _post_all(
-        self, outgoing: Outgoing, write: PlannedWrite, layers: Sequence[int], trigger: Trigger | None = None
-    ) -> None:
+    def _arm(self, step: _Step) -> None:
+        """Have each portion posted when its last layer is in memory."""
+        portions, step.portions = step.portions, []
+        for portion in portions:
+            for write in self._prepared(step, portion):
+                deadline_ns = round(write.outgoing.lease_ends * 1e9)
+                self._posting.arm(write, step.signal.trigger(portion.layers, deadline_ns))
+        self._count_off(step)
+
+    def _prepare_ahead(self, step: _Step) -> None:
+        if not self._posting.reads_pages:
+            for portion in step.portions[:AHEAD]:
+                self._prepared(step, portion)
+
+    def _prepared(self, step: _Step, portion: _Portion) -> Iterator[PreparedWrite]:
+        """A portion's writes, made now if they are not; those that may be posted."""
+        if portion.writes is None:
+            portion.writes = []
+            for planned, outgoing in self._live(step):
+                self._attempt(outgoing, partial(self._prepare, portion, outgoing, planned))
+        return (write for write in portion.writes if write.outgoing.may_post)
+
+    def _prepare(self, portion: _Portion, outgoing: Outgoing, planned: PlannedWrite) -> None:
+        assert portion.writes is not None
+        for link in outgoing.links:
+            write = self._posting.prepare(outgoing, link, planned, portion.layers)
+            if write is not None:
+                portion.writes.append(write)
+
+    def _attempt(self, outgoing: Outgoing, action: Callable[[], None]) -> None:
+        """Do something for a transfer; it fails if that cannot be done."""
         try:
-            for link in outgoing.links:
-                self._posting.post(outgoing, link, write, layers, trigger)
+            action()
         except (PeerLost, OutOfRegion) as error:
             for link in outgoing.links:
                 self._links.distrust(link.peer)
             outgoing.is_clean &= isinstance(error, OutOfRegion)  # some of its pages may be on the wire
             self._give_up(outgoing, str(error))
 
-    def _account(self, posted: Posted, status: WriteStatus) -> None:
-        outgoing = posted.outgoing
+    def _live(self, step: _Step) -> Iterator[tuple[PlannedWrite, Outgoing]]:
+        for planned in step.planned:
+            outgoing = self._ledger.get(planned.transfer_id)
+            if outgoing is not None and outgoing.may_post:
+                yield planned, outgoing
+
+    def _count_off(self, step: _Step) -> None:
+        """All its writes are posted or armed."""
+        for _, outgoing in self._live(step):
+            outgoing.num_unposted -= 1
+
+    def _account(self, write: PreparedWrite, status: WriteStatus) -> None:
+        outgoing = write.outgoing
         outgoing.num_in_flight -= 1
         if status is WriteStatus.WITHDRAWN:
             if outgoing.may_post:
@@ -240,20 +320,16 @@ class Writer:
         if status is not WriteStatus.DONE:
             self._tally.add("write_failures")
             outgoing.is_clean = False
-            self._links.distrust(posted.link.peer)
+            self._links.distrust(write.link.peer)
             if outgoing.may_post:
-                self._give_up(outgoing, f"a write of layers {list(posted.layers)} failed")
+                self._give_up(outgoing, f"a write of layers {list(write.layers)} failed")
             return
-        outgoing.units += posted.bound.units
-        self._tally.add("pages_written", posted.bound.num_pages)
-        self._tally.add("descriptors_written", len(posted.bound.src_pieces))
-        self._tally.add("bytes_written", posted.num_bytes)
+        outgoing.units += write.bound.units
+        self._tally.add("pages_written", write.bound.num_pages)
+        self._tally.add("descriptors_written", len(write.bound.src_pieces))
+        self._tally.add("bytes_written", write.num_bytes)
         self._timeline.mark(
-            outgoing.transfer_id,
-            "write_done",
-            layers=list(posted.layers),
-            bytes=posted.num_bytes,
-            rank=self._sender,
+            outgoing.transfer_id, "write_done", layers=list(write.layers), bytes=write.num_bytes, rank=self._sender
         )
 
     def _settle(self) -> None:
@@ -297,8 +373,3 @@ class Writer:
                 self._transport.notify(link.peer, note)
             except PeerLost as error:
                 logger.info("event=failure_note_lost transfer=%s reason=%s", outgoing.transfer_id, error)
-
-
-def _portions(num_layers: int, size: int) -> list[range]:
-    """Layers in order, `size` in each portion but the last."""
-    return [range(first, min(first + size, num_layers)) for first in range(0, num_layers, size)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class PolledWrite:
-    """A write of `ArmingByPoll`: armed, withdrawn, or posted with the transport below."""
+    """A write of `ArmingByPoll` and that of the transport below; armed while it has a trigger that is not met."""
 
-    lane: Any
-    write: BoundWrite
-    note: bytes
-    trigger: Trigger | None
-    status: WriteStatus
-    below: Any = None
+    below: Any
+    trigger: Trigger | None = None
     ready_ns: int = 0
 
 
@@ -49,42 +46,35 @@ class ArmingByPoll:
     def open_poller(self, bell: Bell) -> Poller:
         raise NotImplementedError("there is no thread here: poll")
 
-    def post_write(self, lane: Any, write: BoundWrite, note: bytes) -> PolledWrite:
-        below = self._below.post_write(lane, write, note)
-        return PolledWrite(lane, write, note, None, WriteStatus.POSTED, below)
+    def prepare_write(self, lane: Any, write: BoundWrite, note: bytes) -> PolledWrite:
+        return PolledWrite(self._below.prepare_write(lane, write, note))
 
-    def arm_write(self, lane: Any, write: BoundWrite, note: bytes, trigger: Trigger) -> PolledWrite:
-        return PolledWrite(lane, write, note, trigger, WriteStatus.ARMED)
+    def post(self, handle: PolledWrite) -> None:
+        self._below.post(handle.below)
+
+    def arm(self, handle: PolledWrite, trigger: Trigger) -> None:
+        handle.trigger = trigger
 
     def withdraw(self, handle: PolledWrite) -> bool:
-        if handle.status is WriteStatus.ARMED:
-            handle.status = WriteStatus.WITHDRAWN
-        return handle.status is WriteStatus.WITHDRAWN
+        handle.trigger = None
+        return self._below.withdraw(handle.below)
 
     def moments(self, handle: PolledWrite) -> tuple[int, int]:
         return handle.ready_ns, handle.ready_ns
 
     def poll(self, handle: PolledWrite) -> WriteStatus:
-        if handle.status is WriteStatus.ARMED:
-            self._look(handle)
-        if handle.below is not None:
-            handle.status = self._below.poll(handle.below)
-        return handle.status
+        if handle.trigger is not None:
+            self._look(handle, handle.trigger)
+        return self._below.poll(handle.below) if handle.trigger is None else WriteStatus.ARMED
 
     def release(self, handle: PolledWrite) -> bool:
-        if handle.below is not None:
-            return self._below.release(handle.below)
-        return handle.status is not WriteStatus.ARMED
+        return handle.trigger is None and self._below.release(handle.below)
 
-    def _look(self, handle: PolledWrite) -> None:
-        trigger = handle.trigger
-        assert trigger is not None
+    def _look(self, handle: PolledWrite, trigger: Trigger) -> None:
         now_ns = round(self._clock() * 1e9)
         if now_ns > trigger.deadline_ns:
-            handle.status = WriteStatus.WITHDRAWN
+            self.withdraw(handle)
         elif all(trigger.words.is_ready(layer, trigger.step) for layer in trigger.layers):
-            handle.ready_ns = now_ns
-            try:
-                handle.below = self._below.post_write(handle.lane, handle.write, handle.note)
-            except PeerLost:
-                handle.status = WriteStatus.FAILED
+            handle.ready_ns, handle.trigger = now_ns, None
+            with suppress(PeerLost):  # it has failed, as the next poll tells
+                self.post(handle)

@@ -15,7 +15,8 @@ from vllm_pd_connector.plan.write import BoundWrite
 class WriteStatus(Enum):
     """Where a write is. DONE: its bytes are at the destination and its note was sent after them."""
 
-    ARMED = auto()  # not posted yet
+    PREPARED = auto()
+    ARMED = auto()  # a native thread is going to post it
     POSTED = auto()
     DONE = auto()
     FAILED = auto()
@@ -36,7 +37,7 @@ class Lane(Protocol):
 
 
 class WriteHandle(Protocol):
-    """A posted write. Made by `Transport.post_write`; opaque to callers."""
+    """A write. Made by `Transport.prepare_write`; opaque to callers."""
 
 
 class Transport(Protocol):
@@ -70,12 +71,29 @@ class Transport(Protocol):
         """
         ...
 
-    def post_write(self, lane: Lane, write: BoundWrite, note: bytes) -> WriteHandle:
-        """Start copying pieces; `note` is delivered once, after the bytes.
+    def prepare_write(self, lane: Lane, write: BoundWrite, note: bytes) -> WriteHandle:
+        """Everything that can be done before the pages are ready; reads none of them.
+
+        Args:
+            lane: which pages the pieces are of.
+            write: which pieces.
+            note: is delivered once, after the bytes.
 
         Raises:
-            PeerLost: the peer is gone; nothing was posted.
+            PeerLost: the peer is gone.
         """
+        ...
+
+    def post(self, handle: WriteHandle) -> None:
+        """Start copying the pieces of a prepared write.
+
+        Raises:
+            PeerLost: the peer is gone; the write has FAILED.
+        """
+        ...
+
+    def withdraw(self, handle: WriteHandle) -> bool:
+        """True when a write was not posted and never will be."""
         ...
 
     def poll(self, handle: WriteHandle) -> WriteStatus:
@@ -83,7 +101,7 @@ class Transport(Protocol):
         ...
 
     def release(self, handle: WriteHandle) -> bool:
-        """Give the handle of a write back that is DONE or FAILED; False while it may still read and write pages.
+        """Give a write's handle back; False while it is armed or posted and may still read and write pages.
 
         No transport can call a posted write back: NIXL's own release of such a handle returns at once and the write
         goes on (docs/adr/0008).
@@ -119,6 +137,17 @@ class Transport(Protocol):
         ...
 
 
+def post_write(transport: Transport, lane: Lane, write: BoundWrite, note: bytes) -> WriteHandle:
+    """Prepare a write and post it at once.
+
+    Raises:
+        PeerLost: the peer is gone; nothing was posted.
+    """
+    handle = transport.prepare_write(lane, write, note)
+    transport.post(handle)
+    return handle
+
+
 class ArmingTransport(Transport, Protocol):
     """A transport whose writes can be posted by a native thread when their layers are ready."""
 
@@ -134,16 +163,8 @@ class ArmingTransport(Transport, Protocol):
         """
         ...
 
-    def arm_write(self, lane: Lane, write: BoundWrite, note: bytes, trigger: Trigger) -> WriteHandle:
-        """As `post_write`, once the trigger is met. The bell is rung when it is over; nobody has to poll until then.
-
-        Raises:
-            PeerLost: the peer is gone; nothing was armed.
-        """
-        ...
-
-    def withdraw(self, handle: WriteHandle) -> bool:
-        """True when a write was not posted and never will be."""
+    def arm(self, handle: WriteHandle, trigger: Trigger) -> None:
+        """Have a prepared write posted once the trigger is met. The bell is rung when it is over; nobody need poll."""
         ...
 
     def moments(self, handle: WriteHandle) -> tuple[int, int]:

@@ -50,7 +50,7 @@ class MemoryWrite:
     write: BoundWrite
     note: bytes
     polls_left: int
-    status: WriteStatus = WriteStatus.POSTED
+    status: WriteStatus = WriteStatus.PREPARED
 
 
 @dataclass
@@ -60,7 +60,7 @@ class MemoryTransport:
     Args:
         fabric: the network it joins.
         name: unique on the fabric.
-        polls_per_write: polls until a write is done; 0 completes it inside `post_write`.
+        polls_per_write: polls until a write is done; 0 completes it inside `post`.
     """
 
     fabric: MemoryFabric
@@ -88,14 +88,22 @@ class MemoryTransport:
     def open_lane(self, peer: MemoryPeer, src: PageView, dst: PageView) -> MemoryLane:
         return MemoryLane(peer, src, dst)
 
-    def post_write(self, lane: MemoryLane, write: BoundWrite, note: bytes) -> MemoryWrite:
-        peer = lane.peer
+    def prepare_write(self, lane: MemoryLane, write: BoundWrite, note: bytes) -> MemoryWrite:
+        return MemoryWrite(lane, write, note, self.polls_per_write)
+
+    def post(self, handle: MemoryWrite) -> None:
+        peer = handle.lane.peer
         if not peer.is_connected or self.fabric.find(peer.name) is None:
+            handle.status = WriteStatus.FAILED
             raise PeerLost(f"endpoint {peer.name!r} has left")
-        handle = MemoryWrite(lane, write, note, self.polls_per_write)
+        handle.status = WriteStatus.POSTED
         if not handle.polls_left:
             self._finish(handle)
-        return handle
+
+    def withdraw(self, handle: MemoryWrite) -> bool:
+        if handle.status is WriteStatus.PREPARED:
+            handle.status = WriteStatus.WITHDRAWN
+        return handle.status is WriteStatus.WITHDRAWN
 
     def poll(self, handle: MemoryWrite) -> WriteStatus:
         if handle.status is WriteStatus.POSTED:

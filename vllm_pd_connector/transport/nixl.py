@@ -57,7 +57,9 @@ class NixlWrite:
     """A transfer request; `status` stays once it is over. `armed`: a native thread posts and polls it."""
 
     handle: Any
-    status: WriteStatus
+    note: bytes
+    peer: NixlPeer
+    status: WriteStatus = WriteStatus.PREPARED
     armed: ArmedWrite | None = None
 
 
@@ -117,31 +119,38 @@ class NixlTransport:
         peer.dlists.append(remote)
         return NixlLane(peer, self._dlists[src.pieces], remote)
 
-    def post_write(self, lane: NixlLane, write: BoundWrite, note: bytes) -> NixlWrite:
+    def prepare_write(self, lane: NixlLane, write: BoundWrite, note: bytes) -> NixlWrite:
         try:
             handle = self._agent.make_prepped_xfer(
                 "WRITE", lane.local, write.src_pieces, lane.remote, write.dst_pieces, note
             )
-            return NixlWrite(handle, _STATUS[self._agent.transfer(handle, note)])
         except NIXL_ERRORS as error:
             raise PeerLost(f"write to {lane.peer.name}: {error!r}") from error
+        return NixlWrite(handle, note, lane.peer)
+
+    def post(self, handle: NixlWrite) -> None:
+        try:
+            handle.status = _STATUS[self._agent.transfer(handle.handle, handle.note)]
+        except NIXL_ERRORS as error:
+            handle.status = WriteStatus.FAILED
+            raise PeerLost(f"write to {handle.peer.name}: {error!r}") from error
 
     def open_poller(self, bell: Bell) -> Poller:
         self._poller = Poller(bell, tried_abi(self._agent, _open_agent(f"{self._name}-probe", self._backend)))
         return self._poller
 
-    def arm_write(self, lane: NixlLane, write: BoundWrite, note: bytes, trigger: Trigger) -> NixlWrite:
+    def arm(self, handle: NixlWrite, trigger: Trigger) -> None:
         assert self._poller is not None
-        try:
-            handle = self._agent.make_prepped_xfer(
-                "WRITE", lane.local, write.src_pieces, lane.remote, write.dst_pieces, note
-            )
-        except NIXL_ERRORS as error:
-            raise PeerLost(f"write to {lane.peer.name}: {error!r}") from error
-        return NixlWrite(handle, WriteStatus.ARMED, self._poller.arm(trigger, handle._handle))
+        handle.armed = self._poller.arm(trigger, handle.handle._handle)
+        handle.status = WriteStatus.ARMED
 
     def withdraw(self, handle: NixlWrite) -> bool:
-        return self._poller is not None and handle.armed is not None and self._poller.disarm(handle.armed)
+        if handle.armed is not None:
+            assert self._poller is not None
+            return self._poller.disarm(handle.armed)
+        if handle.status is WriteStatus.PREPARED:
+            handle.status = WriteStatus.WITHDRAWN
+        return handle.status is WriteStatus.WITHDRAWN
 
     def moments(self, handle: NixlWrite) -> tuple[int, int]:
         return (handle.armed.ready_ns, handle.armed.posted_ns) if handle.armed is not None else (0, 0)

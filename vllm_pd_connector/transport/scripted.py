@@ -36,9 +36,15 @@ class ScriptedFault:
 
 
 @dataclass(slots=True)
-class _Stuck:
-    status: WriteStatus
+class _Write:
+    """A write, and what became of it; `below` once the wrapped transport has it."""
+
+    lane: Any
+    write: BoundWrite
+    note: bytes
+    status: WriteStatus = WriteStatus.PREPARED
     ends_at: float = 0.0
+    below: Any = None
 
 
 class ScriptedTransport:
@@ -52,32 +58,40 @@ class ScriptedTransport:
         self._faults = {fault.nth + i: fault.action for fault in faults for i in range(fault.count)}
         self._num_writes = 0
 
-    def post_write(self, lane: Any, write: BoundWrite, note: bytes) -> Any:
+    def prepare_write(self, lane: Any, write: BoundWrite, note: bytes) -> _Write:
+        return _Write(lane, write, note)
+
+    def post(self, handle: _Write) -> None:
         action = self._faults.get(self._num_writes)
         self._num_writes += 1
-        if action == "wrong_page":
-            other = np.array(write.src_pieces, copy=True)
-            other[0] = other[-1] if other[-1] != other[0] else other[0] + 1
-            return self._inner.post_write(lane, replace(write, src_pieces=other), note)
+        handle.status = WriteStatus.POSTED
         if action == "drop":
-            return _Stuck(WriteStatus.DONE)
-        if action == "fail":
-            return _Stuck(WriteStatus.FAILED)
-        if action == "hang":
-            return _Stuck(WriteStatus.POSTED, ends_at=self._clock() + HANG_S)
-        return self._inner.post_write(lane, write, note)
+            handle.status = WriteStatus.DONE
+        elif action == "fail":
+            handle.status = WriteStatus.FAILED
+        elif action == "hang":
+            handle.ends_at = self._clock() + HANG_S
+        else:
+            write = _with_wrong_page(handle.write) if action == "wrong_page" else handle.write
+            handle.below = self._inner.prepare_write(handle.lane, write, handle.note)
+            self._inner.post(handle.below)
 
-    def poll(self, handle: Any) -> WriteStatus:
-        if not isinstance(handle, _Stuck):
-            return self._inner.poll(handle)
-        if handle.status is WriteStatus.POSTED and self._clock() > handle.ends_at:
+    def withdraw(self, handle: _Write) -> bool:
+        if handle.status is WriteStatus.PREPARED:
+            handle.status = WriteStatus.WITHDRAWN
+        return handle.status is WriteStatus.WITHDRAWN
+
+    def poll(self, handle: _Write) -> WriteStatus:
+        if handle.below is not None:
+            handle.status = self._inner.poll(handle.below)
+        elif handle.status is WriteStatus.POSTED and self._clock() > handle.ends_at:
             handle.status = WriteStatus.FAILED
         return handle.status
 
-    def release(self, handle: Any) -> bool:
-        if isinstance(handle, _Stuck):
-            return handle.status is not WriteStatus.POSTED
-        return self._inner.release(handle)
+    def release(self, handle: _Write) -> bool:
+        if handle.below is not None:
+            return self._inner.release(handle.below)
+        return handle.status is not WriteStatus.POSTED
 
     def register(self, pages: PageTable) -> None:
         self._inner.register(pages)
@@ -105,3 +119,9 @@ class ScriptedTransport:
 
     def close(self) -> None:
         self._inner.close()
+
+
+def _with_wrong_page(write: BoundWrite) -> BoundWrite:
+    other = np.array(write.src_pieces, copy=True)
+    other[0] = other[-1] if other[-1] != other[0] else other[0] + 1
+    return replace(write, src_pieces=other)

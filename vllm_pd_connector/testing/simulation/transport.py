@@ -40,23 +40,28 @@ class SimulatedLane:
 
 @dataclass(slots=True, eq=False)
 class SimulatedWrite:
-    """A posted write.
+    """A write.
 
     Attributes:
         fails_at: when the transport gives it up.
         bytes_now: the source's contents once they have left it.
     """
 
-    peer: SimulatedPeer
-    src_cells: Sequence[int]
+    lane: SimulatedLane
+    write: BoundWrite
     note: bytes
     transfer_id: str
-    fails_at: float
+    fails_at: float = 0.0
+    src_cells: Sequence[int] = ()
     dst_cells: Sequence[int] = ()
-    status: WriteStatus = WriteStatus.POSTED
+    status: WriteStatus = WriteStatus.PREPARED
     has_landed: bool = False
     is_over: bool = False
     bytes_now: list[int] | None = None
+
+    @property
+    def peer(self) -> SimulatedPeer:
+        return self.lane.peer
 
 
 class SimulatedTransport:
@@ -101,20 +106,22 @@ class SimulatedTransport:
         there = peer.target._memory if peer.target is not None else self._memory
         return SimulatedLane(peer, self._memory.cells_of_pieces(src.pieces), there.cells_of_pieces(dst.pieces))
 
-    def post_write(self, lane: SimulatedLane, write: BoundWrite, note: bytes) -> SimulatedWrite:
-        peer = lane.peer
+    def prepare_write(self, lane: SimulatedLane, write: BoundWrite, note: bytes) -> SimulatedWrite:
+        return SimulatedWrite(lane, write, note, _transfer_of(note))
+
+    def post(self, handle: SimulatedWrite) -> None:
+        peer = handle.peer
         if not peer.is_connected:
+            handle.status, handle.is_over = WriteStatus.FAILED, True
             raise PeerLost("disconnected")
-        transfer_id = _transfer_of(note)
-        fails_at = self._world.now + self._network.noise.fail_s
-        src = self._memory.cells(lane.src, write.src_pieces.tolist())
-        handle = SimulatedWrite(peer, src, note, transfer_id, fails_at)
-        self._memory.start_read(self._rank, src)
+        handle.status, handle.fails_at = WriteStatus.POSTED, self._world.now + self._network.noise.fail_s
+        handle.src_cells = self._memory.cells(handle.lane.src, handle.write.src_pieces.tolist())
+        self._memory.start_read(self._rank, handle.src_cells)
         if peer.target is not None:
-            handle.dst_cells = peer.target._memory.cells(lane.dst, write.dst_pieces.tolist())
-            peer.target._memory.check_posted_once(transfer_id, peer.target._rank, handle.dst_cells)
+            handle.dst_cells = peer.target._memory.cells(handle.lane.dst, handle.write.dst_pieces.tolist())
+            peer.target._memory.check_posted_once(handle.transfer_id, peer.target._rank, handle.dst_cells)
         self._in_flight.add(handle)
-        self._world.tell("%s posts %d cells of %s", self._process, len(src), transfer_id[:6])
+        self._world.tell("%s posts %d cells of %s", self._process, len(handle.src_cells), handle.transfer_id[:6])
         noise, random = self._network.noise, self._world.random
         if peer.target is None or not peer.target._process.is_alive or random.random() < noise.write_fails:
             self._world.after(random.uniform(0.001, noise.fail_s), None, lambda: self._fail(handle))
@@ -122,7 +129,11 @@ class SimulatedTransport:
             self._world.after(random.uniform(2.0, 4.0), None, lambda: self._land(handle))
         else:
             self._carry(handle)
-        return handle
+
+    def withdraw(self, handle: SimulatedWrite) -> bool:
+        if handle.status is WriteStatus.PREPARED:
+            handle.status, handle.is_over = WriteStatus.WITHDRAWN, True
+        return handle.status is WriteStatus.WITHDRAWN
 
     def poll(self, handle: SimulatedWrite) -> WriteStatus:
         if handle.has_landed and handle.status is WriteStatus.POSTED:

@@ -1,0 +1,126 @@
+"""How many layers one write carries, from what posting, bytes and layers have taken so far. Pure.
+
+Of `layers` layers with x seconds of bytes each, written to n transfers at p seconds of the writer for each write, k to
+a write add to the first token
+
+    share * n * p * layers / k   what the model thread loses to posting while it computes
+    n * p + k * x                the last write, which follows the last layer
+
+least at k = sqrt(share * n * p * layers / x). With c seconds of compute a layer, writes keep pace when
+n * p + k * x <= k * c, so k is at least n * p / (c - x), unless bytes take longer than compute anyway.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+KEPT = 0.97
+"""Weight of a sample after the next one: about the last thirty count."""
+
+ANCHOR = 0.001
+"""Weight of what was expected before anything was seen: only a tie-break between lines that fit all samples."""
+
+MAX_SURPRISE = 4.0
+"""A sample counts as at most so many times what was expected: a thread that was not scheduled teaches nothing."""
+
+
+class CostLine:
+    """Seconds as `fixed + size * per_unit`: least squares of relative errors, older samples weighing less.
+
+    One thread adds, any may read `line`.
+
+    Args:
+        fixed: expected seconds at size 0, before anything was seen.
+        per_unit: expected seconds for each unit of size.
+        scale: a usual size. The expectation stays as two samples, at 0 and here, so that equal sizes determine a line.
+
+    Attributes:
+        line: (fixed, per_unit), neither of them negative.
+    """
+
+    def __init__(self, fixed: float, per_unit: float, scale: float) -> None:
+        self.line = self._expected = (fixed, per_unit)
+        anchors = _sums(((0.0, fixed), (scale, fixed + scale * per_unit)), self._expected)
+        self._anchors = tuple(ANCHOR * part for part in anchors)
+        self._seen: tuple[float, ...] = (0.0,) * 5
+
+    def at(self, size: float) -> float:
+        """Seconds expected for a size."""
+        fixed, per_unit = self.line
+        return fixed + size * per_unit
+
+    def add(self, size: float, seconds: float) -> None:
+        """Learn from one measurement."""
+        seconds = min(max(seconds, 0.0), MAX_SURPRISE * self.at(size))
+        fresh = _sums(((size, seconds),), self._expected)
+        self._seen = tuple(KEPT * old + new for old, new in zip(self._seen, fresh, strict=True))
+        self.line = _solve(tuple(map(sum, zip(self._seen, self._anchors, strict=True))))
+
+
+class Grain:
+    """One rank's. The messenger adds to its lines, the model thread asks.
+
+    Args:
+        share: of a post's time that the model thread loses: 1 where both need the same cores.
+        min_write_bytes: an operator's choice instead of a measured one: ready bytes that are worth a write. 0: none.
+
+    Attributes:
+        posting: the writer's CPU seconds for one write, over its bytes.
+        wire: seconds from a write's post to its end, over its bytes.
+        layer: seconds of compute of one layer, over the bytes it makes ready.
+    """
+
+    def __init__(self, share: float, min_write_bytes: int = 0) -> None:
+        self._share = share
+        self._min_write_bytes = min_write_bytes
+        self.posting = CostLine(100e-6, 0.0, 1e6)
+        self.wire = CostLine(100e-6, 1 / 4e9, 1e6)
+        self.layer = CostLine(1e-3, 2e-9, 1e6)
+
+    def layers_per_write(self, num_layers: int, layer_bytes: int, num_transfers: int) -> int:
+        """From 1 to `num_layers`.
+
+        Args:
+            num_layers: of the rank.
+            layer_bytes: that each layer of the step makes ready, over all transfers.
+            num_transfers: among which they are divided.
+        """
+        if self._min_write_bytes:
+            return min(num_layers, -(-self._min_write_bytes // max(layer_bytes, 1)))
+        post_s = num_transfers * self.posting.line[0]
+        bytes_s = max(layer_bytes * self.wire.line[1], 1e-9)
+        best = round(math.sqrt(self._share * post_s * num_layers / bytes_s))
+        spare_s = self.layer.at(layer_bytes) - bytes_s
+        pace = math.ceil(post_s / spare_s) if spare_s > 0 else 1
+        return min(num_layers, max(1, best, pace))
+
+
+def portions(num_layers: int, size: int) -> list[range]:
+    """Layers in order, at most `size` together, in as few and as equal portions as that takes; the largest first."""
+    count = -(-num_layers // size)
+    small, num_large = divmod(num_layers, count)
+    starts = [index * small + min(index, num_large) for index in range(count + 1)]
+    return [range(first, stop) for first, stop in pairwise(starts)]
+
+
+def _sums(samples: Sequence[tuple[float, float]], expected: tuple[float, float]) -> tuple[float, ...]:
+    """Sums of weight, w x, w y, w x x, w x y. The weight makes errors relative to what was expected of the size."""
+    fixed, per_unit = expected
+    total: tuple[float, ...] = (0.0,) * 5
+    for x, y in samples:
+        w = 1 / (fixed + x * per_unit) ** 2
+        total = tuple(a + b for a, b in zip(total, (w, w * x, w * y, w * x * x, w * x * y), strict=True))
+    return total
+
+
+def _solve(sums: tuple[float, ...]) -> tuple[float, float]:
+    """The line through weighted samples with both parts at least 0 (non-negative least squares of two unknowns)."""
+    w, wx, wy, wxx, wxy = sums
+    determinant = w * wxx - wx * wx
+    fixed = (wy * wxx - wx * wxy) / determinant
+    per_unit = (w * wxy - wx * wy) / determinant
+    if fixed < 0:
+        return 0.0, max(wxy / wxx, 0.0)
+    if per_unit < 0:
+        return max(wy / w, 0.0), 0.0
+    return fixed, per_unit
