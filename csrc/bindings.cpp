@@ -64,7 +64,7 @@ NB_MODULE(_native, m) {
     nb::class_<pd::LayerWords>(m, "LayerWords")
         .def(nb::init<std::size_t>(), "num_layers"_a)
         .def(nb::init<std::uintptr_t, std::size_t>(), "address"_a, "num_layers"_a)
-        .def("bump", &pd::LayerWords::bump, "layer"_a, "step"_a)
+        .def("bump", &pd::LayerWords::bump, "step"_a, "layer"_a)
         .def("finish", &pd::LayerWords::finish, "step"_a)
         .def("is_ready", &pd::LayerWords::is_ready, "layer"_a, "step"_a)
         .def("bumped_ns", &pd::LayerWords::bumped_ns, "layer"_a);

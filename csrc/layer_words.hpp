@@ -35,7 +35,7 @@ class LayerWords {
     std::size_t num_layers() const { return bumped_ns_.size(); }
 
     // For a backend that runs in the calling thread: the layer's KV is in memory now. A store and a look at the clock.
-    void bump(std::size_t layer, std::uint64_t step) {
+    void bump(std::uint64_t step, std::size_t layer) {
         bumped_ns_.at(layer) = monotonic_ns();
         word(layer).store(step, std::memory_order_release);
     }
@@ -45,7 +45,7 @@ class LayerWords {
         std::size_t unannounced = 0;
         for (std::size_t layer = 0; layer < num_layers(); ++layer) {
             if (!is_ready(layer, step)) {
-                bump(layer, step);
+                bump(step, layer);
                 ++unannounced;
             }
         }

@@ -42,7 +42,7 @@ def _host() -> dict[str, Any]:
             seen = [poller.arm(Trigger(words, [layer], step, FAR_NS), 0) for layer in range(NUM_LAYERS)]
             for layer in range(NUM_LAYERS):
                 _compute_for(LAYER_S)
-                words.bump(layer, step)
+                words.bump(step, layer)
             _compute_for(LAYER_S)
             samples += [(one.posted_ns - one.ready_ns) / 1e3 for one in seen]
     finally:

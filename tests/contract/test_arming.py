@@ -51,7 +51,7 @@ class Armory:
         return handle
 
     def bump(self, layer: int, step: int = 1) -> None:
-        self.words.bump(layer, step)
+        self.words.bump(step, layer)
         self.wake()
 
     def until(self, handle: WriteHandle, *statuses: WriteStatus) -> WriteStatus:
@@ -189,7 +189,7 @@ def test_the_native_thread_posts_and_polls_by_itself() -> None:
     try:
         handle = armory.arm([0, 1, 2], 7, b"n")
         for layer in range(NUM_LAYERS):
-            armory.words.bump(layer, 1)
+            armory.words.bump(1, layer)
         armory.wake()
         armory.wait_for_notes(b"n")
         assert armory.bell.wait_for(LIMIT_S)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from worker_rig import A, NUM_LAYERS, Cluster, Rank
+from worker_rig import NUM_LAYERS, A, Cluster, Rank
 
 from vllm_pd_connector.geometry.cache_geometry import CacheGeometry
 from vllm_pd_connector.plan.extent import Span, wanted_span

@@ -129,7 +129,7 @@ class TestWords:
         words = native.extension().LayerWords(2)
         try:
             poller.watch(Trigger(words, [0, 1], 1, FAR_NS))
-            words.bump(0, 1)
+            words.bump(1, 0)
             assert not bell.wait_for(0.02)
             words.bump(1, 1)
             assert bell.wait_for(LIMIT_S)
@@ -164,7 +164,7 @@ class TestWords:
         poller = Poller(bell)
         words = native.extension().LayerWords(1)
         try:
-            words.bump(0, 1)
+            words.bump(1, 0)
             poller.watch(Trigger(words, [0], 1, FAR_NS))
             assert bell.wait_for(LIMIT_S)
             before = time.process_time()

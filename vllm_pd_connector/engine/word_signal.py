@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +38,8 @@ class HostWords:
         self._steps = itertools.count(1)
 
     def begin_step(self) -> LayerSignal:
-        return WordSignal(self._words, self._num_layers, next(self._steps), self._words.bump, self._words.finish)
+        step = next(self._steps)
+        return WordSignal(self._words, self._num_layers, step, partial(self._words.bump, step), self._words.finish)
 
     def capture(self, layer: int) -> None:
         pass  # no graphs
@@ -75,7 +77,7 @@ class DeviceWords:
     def capture(self, layer: int) -> None:
         self._launch.signal_layer(_stream(), self._epoch_address, self._words_address + layer * WORD_BYTES)
 
-    def _bump(self, layer: int, _step: int) -> None:
+    def _bump(self, layer: int) -> None:
         self._launch.signal_layer(self._stream, self._epoch_address, self._words_address + layer * WORD_BYTES)
 
     def _finish(self, _step: int) -> int:
@@ -96,20 +98,17 @@ class WordSignal:
         words: Any,
         num_layers: int,
         step: int,
-        bump: Callable[[int, int], None],
+        bump: Callable[[int], None],
         finish: Callable[[int], int],
         watcher: Poller | None = None,
     ) -> None:
         self._words = words
         self._step = step
-        self._bump = bump
+        self.bump = bump  # called as it is: a method in between would cost the model thread as much again
         self._finish = finish
         self._watcher = watcher
         self.is_watched = watcher is not None
         self._untaken = list(range(num_layers))
-
-    def bump(self, layer: int) -> None:
-        self._bump(layer, self._step)
 
     def finish(self) -> int:
         return self._finish(self._step)

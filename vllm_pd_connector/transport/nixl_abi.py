@@ -68,11 +68,11 @@ def _try(abi: Any, agent: Any, probe: Any) -> None:
         name,
         NOTE,
     )
-    words = native.extension().LayerWords(1)
-    words.bump(0, 1)
+    words, step = native.extension().LayerWords(1), 1
+    words.bump(step, 0)
     poller = Poller(native.extension().Bell(), abi)
     try:
-        armed = poller.arm(Trigger(words, [0], 1, 2**62), request._handle)
+        armed = poller.arm(Trigger(words, [0], step, 2**62), request._handle)
         notes: list[bytes] = []
         end = time.monotonic() + PROBE_S
         while time.monotonic() < end and (armed.state.name == "POSTED" or not notes):
