@@ -125,6 +125,30 @@ def test_exactly_the_bound_pages_are_copied(pair: Pair, src: list[int], dst: lis
     assert not pair.dst_kv.array.any()  # law 3
 
 
+def test_the_note_may_be_chosen_when_the_write_is_posted(pair: Pair) -> None:
+    """A digest of the pages can only be taken then."""
+    handle = pair.src.prepare_write(pair.lane(), bound(pair, [1], [2], [0]), b"early")
+    pair.src.post(handle, b"late")
+    assert pair.drive(handle) == [WriteStatus.DONE]
+    assert pair.wait_for_notes(1) == [b"late"]
+
+
+def test_a_prepared_write_reads_its_pages_when_it_is_posted_and_never_if_it_is_withdrawn(pair: Pair) -> None:
+    lane, write = pair.lane(), bound(pair, [1], [2], [0])
+    kept, gone = pair.src.prepare_write(lane, write, b"kept"), pair.src.prepare_write(lane, write, b"gone")
+    assert pair.src.poll(kept) is WriteStatus.PREPARED
+    assert pair.src.withdraw(gone)
+    assert pair.src.poll(gone) is WriteStatus.WITHDRAWN
+    assert pair.src.release(gone)
+    assert not pair.dst_kv.array.any()
+    pair.src_kv.fill_random(99)
+    pair.src.post(kept)
+    assert not pair.src.withdraw(kept)
+    assert pair.drive(kept) == [WriteStatus.DONE]
+    assert pair.wait_for_notes(1) == [b"kept"]
+    assert (pair.dst_kv.page(0, 2) == pair.src_kv.page(0, 1)).all()
+
+
 def test_a_note_comes_after_its_bytes_and_once(pair: Pair) -> None:
     handle = post_write(pair.src, pair.lane(), bound(pair, [1, 2], [3, 4], [0, 1, 2]), b"note")
     end = time.monotonic() + DEADLINE_S

@@ -1,14 +1,17 @@
 """Writers and receivers of real ranks over memory: posting by layer, fences, leases, failures, single reports."""
 
-import pytest
-from worker_rig import LEASE_S, NUM_LAYERS, UNITS_PER_PAGE, A, B, Cluster
+import time
+from typing import Any
 
+import pytest
+from worker_rig import LEASE_S, NUM_LAYERS, PAGE_BYTES, UNITS_PER_PAGE, A, B, Cluster
+
+from vllm_pd_connector.engine import writer
 from vllm_pd_connector.engine.posting import STUCK_S
+from vllm_pd_connector.plan.write import BoundWrite
 from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.transport.scripted import HANG_S, ScriptedFault, ScriptedTransport
 from vllm_pd_connector.wire.messages import Quiet
-
-"""Bytes: more than a step has."""
 
 
 @pytest.fixture(autouse=True, params=["the messenger posts", "writes are armed"])
@@ -31,6 +34,59 @@ class TestPosting:
             assert cluster.has_landed(layer, 2, 6)
             cluster.d.turn()
             assert list(cluster.d.receiver.finished) == (["req-a"] if layer == NUM_LAYERS - 1 else [])
+
+    def test_layers_of_a_portion_travel_together_once_the_last_is_ready(self) -> None:
+        cluster = Cluster(layers_per_write=2)  # portions of 2 and 1
+        cluster.begin()
+        (signal,) = cluster.start_step((A, [1], [5]))
+        signal.bump(0)
+        cluster.settle()
+        assert cluster.is_blank()
+        signal.bump(1)
+        cluster.settle()
+        assert [cluster.has_landed(layer, 1, 5) for layer in range(NUM_LAYERS)] == [True, True, False]
+        assert cluster.p.tally.take()["writes"] == (2 if cluster.is_arming else 1)  # armed are all at once
+        signal.bump(2)
+        cluster.settle()
+        assert cluster.has_landed(2, 1, 5)
+
+    def test_writes_are_ready_to_be_posted_before_their_layers_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(writer, "AHEAD", 2)
+        prepared: list[bytes] = []
+
+        class Watched(ScriptedTransport):
+            def prepare_write(self, lane: Any, write: BoundWrite, note: bytes) -> Any:
+                prepared.append(note)
+                return super().prepare_write(lane, write, note)
+
+        cluster = Cluster(wrap=lambda inner: Watched(inner, []))
+        cluster.begin()
+        (signal,) = cluster.start_step((A, [1], [5]))
+        assert len(prepared) == (NUM_LAYERS if cluster.is_arming else 2)
+        signal.bump(0)
+        cluster.p.turn()
+        assert len(prepared) == NUM_LAYERS
+        signal.finish()
+        cluster.settle()
+        assert len(prepared) == NUM_LAYERS  # none is made twice
+        assert cluster.has_landed(NUM_LAYERS - 1, 1, 5)
+
+    def test_what_writes_and_layers_have_taken_is_learnt(self) -> None:
+        cluster = Cluster(polls_per_write=3)
+        cluster.begin()
+        lines = (cluster.p.grain.posting, cluster.p.grain.wire, cluster.p.grain.layer)
+        before = [line.line for line in lines]
+        (signal,) = cluster.start_step((A, [1], [5]))
+        for layer in range(NUM_LAYERS):
+            signal.bump(layer)
+            time.sleep(0.003)
+        for _ in range(6):
+            cluster.clock.advance(0.05)
+            cluster.p.turn()
+        assert all(line.line != old for line, old in zip(lines, before, strict=True))
+        assert cluster.p.grain.layer.at(PAGE_BYTES) > 2e-3
+        if not cluster.is_arming:  # what a native thread measures is on the real clock
+            assert cluster.p.grain.wire.at(PAGE_BYTES) > 0.3e-3
 
     def test_what_no_hook_announced_goes_out_at_the_end_of_the_step(self) -> None:
         cluster = Cluster()

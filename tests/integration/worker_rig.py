@@ -48,6 +48,7 @@ class Rank:
     receiver: Receiver
     messenger: Messenger
     tally: Tally
+    grain: Grain
 
     def turn(self, times: int = 1) -> None:
         for _ in range(times):
@@ -156,7 +157,7 @@ class Cluster:
         posting = Posting(transport, rank, verify=verify, grain=grain, arming=arming, **told)
         writer = Writer(transport, rank, posting, grain, **told)
         receiver = Receiver(transport, rank, max_parked=4, tally=tally, timeline=NoTimeline())
-        return Rank(rank, kv, transport, writer, receiver, Messenger([writer, receiver], 0.001), tally)
+        return Rank(rank, kv, transport, writer, receiver, Messenger([writer, receiver], 0.001), tally, grain)
 
     def begin(
         self, transfer: str = A, blocks: Sequence[int] = (5, 6), *, lease_s: float = LEASE_S, local_tokens: int = 0

@@ -7,6 +7,8 @@ from functools import partial
 from logging import getLogger
 from typing import Any
 
+import msgspec
+
 from vllm_pd_connector.engine.digests import signature
 from vllm_pd_connector.engine.links import Link
 from vllm_pd_connector.engine.outgoing import Outgoing
@@ -42,6 +44,7 @@ class PreparedWrite:
     """A write to one decoder rank, from when it is made until it is over.
 
     Attributes:
+        note: what the rank is told with it.
         cpu_s: what making it has taken.
         is_armed: a native thread posts it.
         posted_at: seconds on the writer's clock; None before.
@@ -53,7 +56,7 @@ class PreparedWrite:
     handle: Any
     bound: BoundWrite
     layers: Sequence[int]
-    seq: int
+    note: WriteNote
     cpu_s: float
     is_armed: bool = False
     posted_at: float | None = None
@@ -83,9 +86,6 @@ class Posting:
         clock: monotonic seconds.
         cpu_clock: CPU seconds of the thread.
         arming: the transport again, when a native thread is to post.
-
-    Attributes:
-        reads_pages: preparing a write reads its pages, so they must be ready.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Posting:
         self._rank = rank
         self._pages = rank.pages
         self._sender = rank.number
-        self.reads_pages = verify
+        self._verify = verify
         self._grain = grain
         self._tally = tally
         self._timeline = timeline
@@ -147,8 +147,7 @@ class Posting:
         bound = self._bind(outgoing, link, planned, layers)
         if bound is None:
             return None
-        route, span = link.route, planned.groups[0].span
-        pages = (self._transport, bound, route, self._pages, link.peer.pages)
+        span = planned.groups[0].span
         note = WriteNote(
             transfer_id=outgoing.transfer_id,
             sender=self._sender,
@@ -157,12 +156,11 @@ class Posting:
             pages=bound.num_pages,
             start=span.start,
             stop=span.stop,
-            **(signature(*pages) if self.reads_pages else {}),
         )
         handle = self._transport.prepare_write(link.lane, bound, encode(note))
         outgoing.num_in_flight += 1
         cpu_s = self._cpu_clock() - started
-        self._writes.append(PreparedWrite(outgoing, link, handle, bound, layers, note.seq, cpu_s))
+        self._writes.append(PreparedWrite(outgoing, link, handle, bound, layers, note, cpu_s))
         return self._writes[-1]
 
     def post(self, write: PreparedWrite) -> None:
@@ -175,7 +173,7 @@ class Posting:
         write.posted_at = self._clock()
         self._tally.add("writes")
         self._mark_posted(write)
-        self._transport.post(write.handle)
+        self._transport.post(write.handle, self._signed(write) if self._verify else None)
         self._grain.posting.add(write.num_bytes, write.cpu_s + self._cpu_clock() - started)
 
     def arm(self, write: PreparedWrite, trigger: Trigger) -> None:
@@ -219,6 +217,15 @@ class Posting:
                 parts.append(bind(granules, route, self._pages, pages, src_layers=rows, dst_layers=targets))
         return join(parts) if parts else None
 
+    def _signed(self, write: PreparedWrite) -> bytes:
+        """Its note with a digest of each page."""
+        link = write.link
+        return encode(
+            msgspec.structs.replace(
+                write.note, **signature(self._transport, write.bound, link.route, self._pages, link.peer.pages)
+            )
+        )
+
     def _complain_if_stuck(self, write: PreparedWrite, status: WriteStatus) -> None:
         """Once: no bound of ours ends this wait (law 2 before law 8)."""
         if status in (WriteStatus.PREPARED, WriteStatus.ARMED):
@@ -237,7 +244,7 @@ class Posting:
 
     def _mark_posted(self, write: PreparedWrite, at_ns: int | None = None) -> None:
         mark = partial(self._timeline.mark, write.outgoing.transfer_id, "write_posted", layers=list(write.layers))
-        mark(rank=self._sender, seq=write.seq, to=write.link.route.dst_rank, at_ns=at_ns)
+        mark(rank=self._sender, seq=write.note.seq, to=write.link.route.dst_rank, at_ns=at_ns)
 
     def _note_armed(self, write: PreparedWrite) -> float:
         """What the native thread saw, told afterwards; when it began to post."""

@@ -270,9 +270,8 @@ class Writer:
         self._count_off(step)
 
     def _prepare_ahead(self, step: _Step) -> None:
-        if not self._posting.reads_pages:
-            for portion in step.portions[:AHEAD]:
-                self._prepared(step, portion)
+        for portion in step.portions[:AHEAD]:
+            self._prepared(step, portion)
 
     def _prepared(self, step: _Step, portion: _Portion) -> Iterator[PreparedWrite]:
         """A portion's writes, made now if they are not; those that may be posted."""

@@ -49,8 +49,8 @@ class ArmingByPoll:
     def prepare_write(self, lane: Any, write: BoundWrite, note: bytes) -> PolledWrite:
         return PolledWrite(self._below.prepare_write(lane, write, note))
 
-    def post(self, handle: PolledWrite) -> None:
-        self._below.post(handle.below)
+    def post(self, handle: PolledWrite, note: bytes | None = None) -> None:
+        self._below.post(handle.below, note)
 
     def arm(self, handle: PolledWrite, trigger: Trigger) -> None:
         handle.trigger = trigger

@@ -84,8 +84,12 @@ class Transport(Protocol):
         """
         ...
 
-    def post(self, handle: WriteHandle) -> None:
+    def post(self, handle: WriteHandle, note: bytes | None = None) -> None:
         """Start copying the pieces of a prepared write.
+
+        Args:
+            handle: prepared.
+            note: instead of the one it was prepared with.
 
         Raises:
             PeerLost: the peer is gone; the write has FAILED.

@@ -91,8 +91,8 @@ class MemoryTransport:
     def prepare_write(self, lane: MemoryLane, write: BoundWrite, note: bytes) -> MemoryWrite:
         return MemoryWrite(lane, write, note, self.polls_per_write)
 
-    def post(self, handle: MemoryWrite) -> None:
-        peer = handle.lane.peer
+    def post(self, handle: MemoryWrite, note: bytes | None = None) -> None:
+        peer, handle.note = handle.lane.peer, note or handle.note
         if not peer.is_connected or self.fabric.find(peer.name) is None:
             handle.status = WriteStatus.FAILED
             raise PeerLost(f"endpoint {peer.name!r} has left")

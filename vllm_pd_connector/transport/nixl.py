@@ -128,9 +128,9 @@ class NixlTransport:
             raise PeerLost(f"write to {lane.peer.name}: {error!r}") from error
         return NixlWrite(handle, note, lane.peer)
 
-    def post(self, handle: NixlWrite) -> None:
+    def post(self, handle: NixlWrite, note: bytes | None = None) -> None:
         try:
-            handle.status = _STATUS[self._agent.transfer(handle.handle, handle.note)]
+            handle.status = _STATUS[self._agent.transfer(handle.handle, note or handle.note)]
         except NIXL_ERRORS as error:
             handle.status = WriteStatus.FAILED
             raise PeerLost(f"write to {handle.peer.name}: {error!r}") from error

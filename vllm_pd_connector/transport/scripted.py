@@ -61,7 +61,7 @@ class ScriptedTransport:
     def prepare_write(self, lane: Any, write: BoundWrite, note: bytes) -> _Write:
         return _Write(lane, write, note)
 
-    def post(self, handle: _Write) -> None:
+    def post(self, handle: _Write, note: bytes | None = None) -> None:
         action = self._faults.get(self._num_writes)
         self._num_writes += 1
         handle.status = WriteStatus.POSTED
@@ -73,7 +73,7 @@ class ScriptedTransport:
             handle.ends_at = self._clock() + HANG_S
         else:
             write = _with_wrong_page(handle.write) if action == "wrong_page" else handle.write
-            handle.below = self._inner.prepare_write(handle.lane, write, handle.note)
+            handle.below = self._inner.prepare_write(handle.lane, write, note or handle.note)
             self._inner.post(handle.below)
 
     def withdraw(self, handle: _Write) -> bool:

@@ -109,8 +109,8 @@ class SimulatedTransport:
     def prepare_write(self, lane: SimulatedLane, write: BoundWrite, note: bytes) -> SimulatedWrite:
         return SimulatedWrite(lane, write, note, _transfer_of(note))
 
-    def post(self, handle: SimulatedWrite) -> None:
-        peer = handle.peer
+    def post(self, handle: SimulatedWrite, note: bytes | None = None) -> None:
+        peer, handle.note = handle.peer, note or handle.note
         if not peer.is_connected:
             handle.status, handle.is_over = WriteStatus.FAILED, True
             raise PeerLost("disconnected")
