@@ -76,7 +76,7 @@ class TestMessenger:
             assert not threading.Event().wait(0.05)  # five hundred pauses: a busy thread would have turned
             assert duty.advanced <= before + 5  # law 15: at most the turns that `submit` asked for
             duty.happened.clear()
-            messenger.wake()
+            messenger.bell.ring()
             assert duty.happened.wait(5)
         finally:
             messenger.stop()

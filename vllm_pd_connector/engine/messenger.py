@@ -2,9 +2,9 @@
 
     model thread ──submit──▶ inbox ──▶ messenger ──▶ writer / receiver ──▶ transport
     fence server ──submit──▶   ▲
-    layer hook  ──wake──────────┘
+    layer hook  ──ring──────────┘
 
-Woken by: `submit`, `wake`. While a write is in flight or pages are expected it polls with a pause; otherwise it waits
+Woken by: `submit`, its bell. While a write is in flight or pages are expected it polls with a pause; otherwise it waits
 without a time-out, so an idle worker uses no CPU (law 15).
 """
 
@@ -42,7 +42,10 @@ class Messenger:
         duties: writer and receiver.
         pause_s: seconds between turns while one of them is busy.
         on_start: run first on the thread; selects the GPU, without which UCX does without its fast paths.
-        bell: what the thread sleeps on; whoever rings it has the duties advanced. None: one for Python threads.
+        bell: what the thread sleeps on. None: one for Python threads.
+
+    Attributes:
+        bell: whoever rings it has the duties advanced.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class Messenger:
         self._duties = duties
         self._pause_s = pause_s
         self._inbox: deque[Callable[[], None]] = deque()
-        self._bell = bell or PythonBell()
+        self.bell = bell or PythonBell()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="pd-messenger", daemon=True)
 
@@ -66,11 +69,7 @@ class Messenger:
     def submit(self, action: Callable[[], None]) -> None:
         """Run an action on the messenger thread, in order of submission. Any thread; never blocks."""
         self._inbox.append(action)
-        self.wake()
-
-    def wake(self) -> None:
-        """Have the duties advanced now. Any thread; microseconds."""
-        self._bell.ring()
+        self.bell.ring()
 
     def wait(self, signal: threading.Event, timeout_s: float) -> bool:
         """Let another thread wait for what an action it submitted will set; False when the time is over first."""
@@ -79,7 +78,7 @@ class Messenger:
     def stop(self) -> None:
         """End the thread after its current turn; returns within `STOP_TIMEOUT_S`."""
         self._is_stopping = True
-        self.wake()
+        self.bell.ring()
         self._thread.join(STOP_TIMEOUT_S)
 
     def turn(self) -> bool:
@@ -95,9 +94,9 @@ class Messenger:
             self._guarded(self._on_start)
         while not self._is_stopping:
             if self.turn():
-                self._bell.wait_for(self._pause_s)
+                self.bell.wait_for(self._pause_s)
             else:
-                self._bell.wait()
+                self.bell.wait()
 
     @staticmethod
     def _guarded(action: Callable[[], None]) -> None:

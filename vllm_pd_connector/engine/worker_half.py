@@ -106,8 +106,7 @@ class WorkerHalf:
         self._signals: LayerSignals = PlainSignals("cpu", 0)
         self._has_warned = False
         self._signal: LayerSignal | None = None
-        self._bump: Callable[[int], None] | None = None
-        self._wake_after: frozenset[int] = frozenset()
+        self._hooks: dict[str, Callable[[], None]] = {}
         self._fences: FenceServer | None = None
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -191,7 +190,7 @@ class WorkerHalf:
             on_start=partial(_start_thread, device, placement),
             bell=self._native.bell,
         )
-        self._wake = self._messenger.wake
+        self._wake = self._messenger.bell.ring
         if self._native.arming is not None and self._native.poller is not None:
             self._wake = self._native.poller.wake
 
@@ -206,26 +205,20 @@ class WorkerHalf:
 
     def start_step(self, orders: StepMetadata) -> None:
         """Hand the step's orders over, before its forward pass."""
-        self._signal = self._bump = None
+        self._signal, self._hooks = None, {}
         layers: list[range] = []
         if orders.writes:
             self._signal = self._signals.begin_step()
-            self._bump = self._signal.bump
             layers = self._portions(orders)
-            is_watched = self._signal.is_watched or self._native.arming is not None
-            self._wake_after = frozenset() if is_watched else frozenset(some[-1] for some in layers)
+            self._hooks = self._make_hooks(self._signal, layers)
         for action in self._actions(orders, self._signal, layers):
             self._messenger.submit(action)
 
     def layer_done(self, layer_name: str) -> None:
         """The layer hook. Aliases that share another layer's cache are not in the table and are passed over."""
-        if self._bump is None:
-            return
-        layer = self._layers.get(layer_name)
-        if layer is not None:
-            self._bump(layer)
-            if layer in self._wake_after:
-                self._wake()
+        hook = self._hooks.get(layer_name)
+        if hook is not None:
+            hook()
 
     @property
     def is_capturing(self) -> bool:
@@ -245,7 +238,7 @@ class WorkerHalf:
             self._wake()
             if num_unannounced:
                 self._note_unannounced(num_unannounced)
-            self._signal = self._bump = None
+            self._signal, self._hooks = None, {}
 
     def _note_unannounced(self, num_layers: int) -> None:
         """Layers seen against layers expected, each step. Their pages went out, but only at the step's end."""
@@ -320,6 +313,17 @@ class WorkerHalf:
         )
         return portions(self._pages.num_layers, size)
 
+    def _make_hooks(self, signal: LayerSignal, layers: list[range]) -> dict[str, Callable[[], None]]:
+        """What is left to do for each layer: its bump, and a wake after the last of a portion if nobody watches."""
+        is_watched = signal.is_watched or self._native.arming is not None
+        waking = frozenset() if is_watched else frozenset(some[-1] for some in layers)
+        return {
+            name: partial(_bump_and_wake, signal.bump, layer, self._wake)
+            if layer in waking
+            else partial(signal.bump, layer)
+            for name, layer in self._layers.items()
+        }
+
     def _actions(
         self, orders: StepMetadata, signal: LayerSignal | None, layers: list[range]
     ) -> Iterator[Callable[[], None]]:
@@ -360,6 +364,11 @@ class WorkerHalf:
                 lambda: answer(self._writer.standing(transfer_id))
             ),
         )
+
+
+def _bump_and_wake(bump: Callable[[int], None], layer: int, wake: Callable[[], None]) -> None:
+    bump(layer)
+    wake()
 
 
 def _start_thread(device: torch.device, placement: Placement) -> None:

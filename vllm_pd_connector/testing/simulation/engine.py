@@ -158,7 +158,7 @@ class Engine:
         for worker in self.workers:
             worker.register(template.kv_tensors(layout))
         for transport, worker in zip(self.transports, self.workers, strict=True):
-            transport.wake = worker._messenger.wake
+            transport.wake = worker._messenger.bell.ring
         self.half.greet_workers({(0, rank): worker.handshake() for rank, worker in enumerate(self.workers)})
 
     def _worker(self, rank: int, config: Any, vllm_config: Any, caches: Any) -> WorkerHalf:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.control.dispatcher import Dispatch, Dispatcher, DispatchOutcome, FenceResult
 from vllm_pd_connector.engine.messenger import Messenger
+from vllm_pd_connector.kernels.bell import PythonBell
 from vllm_pd_connector.lifecycle.decode_request import DecodeEvent
 from vllm_pd_connector.testing.simulation.loop import VirtualLoop
 from vllm_pd_connector.testing.simulation.network import Network, SimulatedFenceClient, SimulatedPrefillerClient
@@ -19,22 +20,27 @@ BUSY_POLL_S = 0.1
 """Between turns when nothing happened. In production it is `poll_pause_s`; here the transport calls when it matters."""
 
 
+class SimulatedBell(PythonBell):
+    """Nobody sleeps on it: a ring is a call."""
+
+    def __init__(self, ring: Callable[[], None]) -> None:
+        super().__init__()
+        self.ring = ring
+
+
 class SimulatedMessenger(Messenger):
     """Turns happen a random while after they were asked for."""
 
     def __init__(
         self, duties: list[Any], pause_s: float, on_start: Any = None, bell: Any = None, *, process: Process
     ) -> None:
-        super().__init__(duties, pause_s, on_start, bell)
+        super().__init__(duties, pause_s, on_start, SimulatedBell(lambda: self._turn_within(0.001)))
         self._process = process
         self._thread_of = Thread(process)
         self._next_turn = float("inf")
 
     def start(self) -> None:
-        self.wake()
-
-    def wake(self) -> None:
-        self._turn_within(0.001)
+        self.bell.ring()
 
     def wait(self, signal: threading.Event, timeout_s: float) -> bool:
         """The model thread waits; everything else in the world goes on."""
