@@ -15,6 +15,7 @@ from server_tier.fake_prefiller import FakePrefiller, Reply, fake_prefiller
 from vllm_pd_connector.config import parse
 from vllm_pd_connector.control.dispatcher import Dispatch, Dispatcher, DispatchOutcome, FenceResult
 from vllm_pd_connector.control.fence_server import Answer, FenceServer
+from vllm_pd_connector.control.prefiller_client import MAX_ANSWER_BYTES
 from vllm_pd_connector.lifecycle.decode_request import DecodeEvent
 from vllm_pd_connector.lifecycle.prefiller import PrefillerState
 from vllm_pd_connector.telemetry.timeline import NoTimeline
@@ -170,6 +171,27 @@ def test_a_prefiller_that_does_not_fit_is_refused_with_every_differing_field(
         assert text in caplog.text
     assert "tensor_parallel_size" not in complaint  # that may differ
     assert dispatcher.pool()[1].state is PrefillerState.USABLE
+
+
+@pytest.mark.parametrize(
+    ("answer", "complaint"),
+    [
+        pytest.param(Reply(200, b"[" * 100_000), "not JSON", id="nested deeper than Python parses"),
+        pytest.param(Reply(200, b" " * (MAX_ANSWER_BYTES + 1)), f"more than {MAX_ANSWER_BYTES} B", id="endless"),
+    ],
+)
+def test_an_answer_that_cannot_be_parsed_costs_one_greeting(
+    fakes: list[FakePrefiller], hello: HelloReply, answer: Reply, complaint: str
+) -> None:
+    """And not the task that greets: the prefiller is usable once it answers properly."""
+    fakes[0].on_hello = answer
+    config = parse({"prefillers": [fakes[0].url], "retry_s": 0.05})
+    dispatcher = Dispatcher(config, engine_id="d", model="m", shape=SHAPE, key=None, timeline=NoTimeline())
+    dispatcher.start()
+    until(lambda: complaint in dispatcher.pool()[0].complaint, 5, complaint)
+    fakes[0].on_hello = reply(hello=hello)
+    until(lambda: dispatcher.pool()[0].state is PrefillerState.USABLE, 5, "greeted")
+    dispatcher.close()
 
 
 def test_the_first_prefiller_that_takes_it_answers(start: Open, fakes: list[FakePrefiller]) -> None:

@@ -132,6 +132,14 @@ def test_a_rank_that_does_not_answer_is_neither_quiet_nor_dead(serve: Open, hand
     assert "no answer" in outcome.reason
 
 
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:99999", "tcp://[::1", "tcp://", "nonsense", "tcp://a..b:1"])
+def test_an_endpoint_that_is_no_address_is_neither_quiet_nor_dead(endpoint: str) -> None:
+    """A prefiller names its endpoints itself, so they may be anything."""
+    outcome = ask(endpoint, timeout_s=0.2)
+    assert (outcome.is_quiet, outcome.is_dead) == (False, False)
+    assert endpoint in outcome.reason
+
+
 def test_another_process_at_the_address_cannot_answer(serve: Open, handler: Handler) -> None:
     outcome = ask(serve(generation=OTHER).endpoint)
     assert (outcome.is_quiet, outcome.is_dead) == (False, True)

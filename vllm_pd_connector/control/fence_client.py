@@ -115,12 +115,12 @@ class FenceClient:
     @staticmethod
     async def _is_refused(endpoint: str) -> bool:
         """ZMQ hides a refused connection behind its retries, and a refusal is how a dead process shows."""
-        parts = urlsplit(endpoint)
         try:
+            parts = urlsplit(endpoint)
             _, writer = await asyncio.wait_for(asyncio.open_connection(parts.hostname, parts.port), PROBE_S)
         except ConnectionRefusedError:
             return True
-        except (OSError, TimeoutError):
+        except (OSError, TimeoutError, ValueError):  # the last: no address, which ZMQ then refuses
             return False
         writer.close()
         return False

@@ -10,14 +10,12 @@ import aiohttp
 
 from vllm_pd_connector.config import PDConfig
 from vllm_pd_connector.control.prefiller_client import NotTaken, PrefillerClient
-from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError, ProtocolError
+from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError
 from vllm_pd_connector.lifecycle.peer_clock import PeerClock
 from vllm_pd_connector.lifecycle.prefiller import PREFILLER_TABLE, Candidate, PrefillerEvent, PrefillerState
 from vllm_pd_connector.lifecycle.table import step
 from vllm_pd_connector.wire.compatibility import CacheShape, differences
-from vllm_pd_connector.wire.messages import DispatchReply, Hello, HelloReply
-from vllm_pd_connector.wire.transfer_params import HELLO, to_params
-from vllm_pd_connector.wire.version import PROTOCOL_VERSION
+from vllm_pd_connector.wire.messages import DispatchReply, HelloReply
 
 logger = getLogger(__name__)
 
@@ -122,17 +120,14 @@ class PrefillerPool:
 
     async def _greet(self, prefiller: Prefiller) -> None:
         """Greet until the prefiller is usable."""
-        body = {"model": self._model, "prompt": [0], "max_tokens": 1, "temperature": 0.0}
-        params = to_params(HELLO, Hello(protocol=PROTOCOL_VERSION, decoder=self._engine_id))
         while True:
             started = asyncio.get_running_loop().time()
             delay_s = self._config.retry_s
             try:
                 reply = await asyncio.wait_for(
-                    self._client.complete(prefiller.url, None, body, params), self._config.fence_s
+                    self._client.greet(prefiller.url, self._model, self._engine_id), self._config.fence_s
                 )
-                if reply.hello is None:
-                    raise ProtocolError(reply.error or "the prefiller did not return the greeting")
+                assert reply.hello is not None
                 if differing := differences(self._shape, reply.hello.shape):
                     raise IncompatiblePeer(prefiller.url, differing)
             except IncompatiblePeer as error:

@@ -1,5 +1,6 @@
 """HTTP to prefillers: one long-lived session, vLLM's own completions endpoint, our messages in `kv_transfer_params`."""
 
+import json
 import ssl
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,15 @@ import msgspec
 
 from vllm_pd_connector.config import PDConfig
 from vllm_pd_connector.errors import ConfigError, PeerLost, ProtocolError
-from vllm_pd_connector.wire.messages import DispatchReply, HelloReply
-from vllm_pd_connector.wire.transfer_params import parse_reply
+from vllm_pd_connector.wire.messages import DispatchReply, Hello, HelloReply
+from vllm_pd_connector.wire.transfer_params import HELLO, parse_reply, to_params
+from vllm_pd_connector.wire.version import PROTOCOL_VERSION
 
 BUSY_STATUSES = frozenset({429, 503})
 """Answers that say the request was not taken: another prefiller may be tried without a fence."""
+
+MAX_ANSWER_BYTES = 16 << 20
+"""More is not read. The greeting of 1,024 ranks has 0.1 MiB."""
 
 KEEPALIVE_S = 3.0
 """Idle connections are dropped before vLLM's server drops them (5 s), so that none breaks as it is reused."""
@@ -69,6 +74,35 @@ class PrefillerClient:
         if self._session is not None:
             await self._session.close()
 
+    async def fetch(self, url: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
+        """Status and body of a page; with `body` of what is answered to that JSON.
+
+        Raises:
+            ProtocolError: more than `MAX_ANSWER_BYTES`.
+            aiohttp.ClientError, OSError: it cannot be reached, or breaks off.
+        """
+        assert self._session is not None
+        async with self._session.request("GET" if body is None else "POST", url, json=body) as response:
+            return response.status, await _read(response)
+
+    async def greet(self, url: str, model: str, engine_id: str) -> DispatchReply:
+        """Greet the prefiller at `url`; the reply's `hello` says what it is.
+
+        Args:
+            url: base URL.
+            model: a name it serves.
+            engine_id: who greets.
+
+        Raises:
+            NotTaken, PDConnectorError, aiohttp.ClientError: as `complete`; a ProtocolError if it does not greet back.
+        """
+        body = {"model": model, "prompt": [0], "max_tokens": 1, "temperature": 0.0}
+        hello = to_params(HELLO, Hello(protocol=PROTOCOL_VERSION, decoder=engine_id))
+        reply = await self.complete(url, None, body, hello)
+        if reply.hello is None:
+            raise ProtocolError(reply.error or "the prefiller did not return the greeting")
+        return reply
+
     async def complete(
         self, url: str, hello: HelloReply | None, body: dict[str, Any], params: dict[str, Any]
     ) -> DispatchReply:
@@ -90,18 +124,34 @@ class PrefillerClient:
                     retry_after_s = _seconds(response.headers.get("Retry-After"))
                     raise NotTaken(f"HTTP {response.status}", is_busy=True, retry_after_s=retry_after_s)
                 if response.status != 200:
-                    text = (await response.text())[:500]
+                    text = (await _read(response))[:500].decode(errors="replace")
                     raise PeerLost(f"HTTP {response.status} from {url}: {text}")
-                answer = await response.json()
+                if "json" not in response.content_type:
+                    raise aiohttp.ClientPayloadError(f"{url} answered {response.content_type}, which is not JSON")
+                answer = json.loads(await _read(response))
         except aiohttp.ClientConnectorError as error:
             raise NotTaken(str(error), is_absent=True) from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ProtocolError(f"{url} answered something that is not JSON: {error}") from None
         if not isinstance(answer, dict):
             answer = {}
         if answer.get("kv_transfer_params") is None and _was_aborted(answer):
             raise ShuttingDown("it aborted the request; it is shutting down")
         return parse_reply(answer.get("kv_transfer_params"))
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    """The whole body.
+
+    Raises:
+        ProtocolError: it is larger than any of ours.
+    """
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > MAX_ANSWER_BYTES:
+            raise ProtocolError(f"{response.url} answered more than {MAX_ANSWER_BYTES} B")
+    return bytes(body)
 
 
 def _was_aborted(answer: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ seed are the notes of the transport (see `transport`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -85,12 +85,14 @@ class Response:
     status: int
     body: bytes
     headers: dict[str, str] = field(default_factory=dict)
+    content_type: str = "application/json"
 
-    async def json(self) -> Any:
-        return msgspec.json.decode(self.body)
+    @property
+    def content(self) -> Response:
+        return self
 
-    async def text(self) -> str:
-        return self.body.decode()
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        yield self.body
 
 
 class Exchange:
