@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -43,6 +43,7 @@ class FakePrefiller:
     on_hello: answer to greetings.
     on_dispatch: answer to dispatches.
     first: answers to the first dispatches, before `on_dispatch`.
+    pages: what is answered to GET, by path; 404 elsewhere.
     num_hellos: greetings seen.
     num_dispatches: dispatches seen.
     last_dispatch: body of the newest.
@@ -53,6 +54,7 @@ class FakePrefiller:
     on_hello: Reply | None = None
     on_dispatch: Reply = Reply(500, b"")
     first: list[Reply] = field(default_factory=list)
+    pages: dict[str, Callable[[], Reply]] = field(default_factory=dict)
     num_hellos: int = 0
     num_dispatches: int = 0
     last_dispatch: dict[str, Any] = field(default_factory=dict)
@@ -78,9 +80,13 @@ def fake_prefiller(port: int, real: str) -> Iterator[FakePrefiller]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
+        def do_GET(self) -> None:
+            self.send(fake.pages.get(self.path, lambda: Reply(404, b"{}"))())
+
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            reply = fake.answer(body)
+            self.send(fake.answer(json.loads(self.rfile.read(int(self.headers["content-length"])))))
+
+        def send(self, reply: Reply) -> None:
             if reply.wait_for is not None:
                 reply.wait_for.wait(30)
             self.close_connection = True  # nothing of an earlier answer is reused
@@ -93,7 +99,8 @@ def fake_prefiller(port: int, real: str) -> Iterator[FakePrefiller]:
             if reply.retry_after is not None:
                 self.send_header("retry-after", reply.retry_after)
             self.end_headers()
-            self.wfile.write(reply.body)
+            with suppress(ConnectionError):  # who asked has heard enough
+                self.wfile.write(reply.body)
 
         def log_message(self, format: str, *args: object) -> None:
             pass

@@ -11,7 +11,7 @@ from vllm_pd_connector.demo.client import Answer
 from vllm_pd_connector.demo.moments import NoTimelineFound, read_moments
 from vllm_pd_connector.demo.timeline_figure import exposed_ms
 from vllm_pd_connector.demo.verdict import TIE_NATS, compare
-from vllm_pd_connector.testing.servers import parse_metrics
+from vllm_pd_connector.telemetry.counters import parse_metrics
 
 MS = 1_000_000
 

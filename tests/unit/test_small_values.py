@@ -128,6 +128,13 @@ class TestCompatibility:
             ("model_config.window", "none", "128"),
         ]
 
+    @pytest.mark.parametrize("theirs", ["[" * 100_000, "7", "{", ""], ids=lambda text: f"{len(text)} of {text[:1]}")
+    def test_numbers_that_are_none_are_given_as_they_came(self, theirs: str) -> None:
+        """A prefiller says them of itself; the first is nested deeper than Python parses."""
+        here = msgspec.structs.replace(SHAPE, model_config='{"layers": 8}')
+        there = msgspec.structs.replace(SHAPE, model_config=theirs)
+        assert differences(here, there) == [("model_config", here.model_config, theirs)]
+
     def test_layers_that_only_one_side_has_are_named(self) -> None:
         here = msgspec.structs.replace(SHAPE, layers="l0 l1 draft")
         (found,) = differences(here, msgspec.structs.replace(SHAPE, layers="l0 l1"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from importlib.metadata import PackageNotFoundError, version
 from logging import getLogger
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.request import RequestStatus
@@ -29,8 +29,8 @@ MIN_VLLM = (0, 32)
 END_VLLM = (0, 34)
 
 
-def check_version() -> None:
-    """Refuse a vLLM outside the supported range.
+def check_version() -> str:
+    """The version of vLLM that is installed; one outside the supported range is refused.
 
     Raises:
         UnsupportedEngine: names the version found and the range.
@@ -42,9 +42,33 @@ def check_version() -> None:
             continue
         numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
         if MIN_VLLM <= numbers < END_VLLM:
-            return
+            return found
         raise UnsupportedEngine(f"vLLM {found} is installed; this vllm_pd_connector supports vllm>=0.32,<0.34")
     raise UnsupportedEngine("vLLM is not installed; this vllm_pd_connector supports vllm>=0.32,<0.34")
+
+
+def registered_connector(name: str) -> type:
+    """The connector that vLLM finds under a name once it has loaded its plugins.
+
+    Raises:
+        ValueError: none.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    return KVConnectorFactory.get_connector_class_by_name(name)
+
+
+def check_transfer_config(values: dict[str, Any]) -> None:
+    """Have vLLM read a `--kv-transfer-config`.
+
+    Raises:
+        TypeError, ValueError: as vLLM words it; a key or value of vLLM's own, not of `kv_connector_extra_config`.
+    """
+    from vllm.config import KVTransferConfig
+
+    KVTransferConfig(**values)
 
 
 def data_parallel_rank(engine_id: str) -> int | None:

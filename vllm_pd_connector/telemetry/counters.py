@@ -44,6 +44,9 @@ GAUGES: dict[str, str] = {
 """Gauge name to help text; exported as `vllm:pd_<name>`."""
 
 
+METRIC_PREFIX = "vllm:pd_"
+
+
 class Tally:
     """Counts since the last `take`. Any thread may add; one thread takes."""
 
@@ -63,3 +66,21 @@ class Tally:
         with self._lock:
             counts, self._counts = self._counts, Counter()
         return dict(counts)
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """The connector's samples of a Prometheus page, summed over their labels; names as above.
+
+    Raises:
+        ValueError: a sample is no number.
+    """
+    sums: dict[str, float] = {}
+    for line in text.splitlines():
+        if not line.startswith(METRIC_PREFIX):
+            continue
+        name = line.removeprefix(METRIC_PREFIX).partition("{")[0].partition(" ")[0]
+        if name.endswith("_created"):
+            continue  # when the counter was made, not a count
+        name = name.removesuffix("_total")
+        sums[name] = sums.get(name, 0.0) + float(line.rpartition(" ")[2])
+    return sums

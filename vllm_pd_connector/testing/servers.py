@@ -23,6 +23,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from vllm_pd_connector.telemetry.counters import parse_metrics
 from vllm_pd_connector.testing.machine import HOST, assign_gpus, environment, free_ports, num_gpus
 from vllm_pd_connector.testing.process_group import ProcessGroup, exit_on_signal, stop_all
 
@@ -33,7 +34,6 @@ HTTP_TIMEOUT_S = 5.0
 POLL_S = 0.25
 TAIL_LINES = 40
 GREETED = "event=prefiller_greeted"
-METRIC_PREFIX = "vllm:pd_"
 
 
 class ServerFailed(RuntimeError):
@@ -231,20 +231,6 @@ def command_line(spec: ServerSpec, port: int, extra: Mapping[str, Any], memory_s
         }
         command += ["--kv-transfer-config", json.dumps(transfer)]
     return [*command, *spec.args]
-
-
-def parse_metrics(text: str) -> dict[str, float]:
-    """The connector's samples of a Prometheus page, summed over their labels; names as in `telemetry.counters`."""
-    sums: dict[str, float] = {}
-    for line in text.splitlines():
-        if not line.startswith(METRIC_PREFIX):
-            continue
-        name = line.removeprefix(METRIC_PREFIX).partition("{")[0].partition(" ")[0]
-        if name.endswith("_created"):
-            continue  # when the counter was made, not a count
-        name = name.removesuffix("_total")
-        sums[name] = sums.get(name, 0.0) + float(line.rpartition(" ")[2])
-    return sums
 
 
 def _resolve(specs: Sequence[ServerSpec]) -> list[tuple[str, ServerSpec, int, dict[str, Any]]]:

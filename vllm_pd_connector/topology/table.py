@@ -1,15 +1,20 @@
 """The machine as a table: each GPU, the ports and cores it is given, and the ports nobody is given."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from vllm_pd_connector.topology.device import Nic
+from vllm_pd_connector.topology.device import Nic, PciDevice
 from vllm_pd_connector.topology.placement import Placement, place
 from vllm_pd_connector.topology.sysfs import SYSFS, read_gpus, read_nics, read_node_cpus
 
 
 def describe(root: Path = SYSFS) -> str:
+    """The table of the machine whose sysfs this is."""
+    return table(read_gpus(root), read_nics(root), read_node_cpus(root))
+
+
+def table(gpus: Sequence[PciDevice], nics: Sequence[Nic], node_cpus: Mapping[int, frozenset[int]]) -> str:
     """Lines for a person; says so when there is no GPU or no RDMA port."""
-    gpus, nics, node_cpus = read_gpus(root), read_nics(root), read_node_cpus(root)
     placements = [place(gpu, nics, node_cpus) for gpu in gpus]
     lines = [
         f"GPU {index}  {gpu.address}  node {'?' if gpu.numa_node is None else gpu.numa_node}  {_given(placement)}"

@@ -101,7 +101,7 @@ def _numbers(local: CacheShape, remote: CacheShape) -> list[tuple[str, str, str]
     try:
         here, there = msgspec.json.decode(local.model_config), msgspec.json.decode(remote.model_config)
         keys = sorted(key for key in {*here, *there} if here.get(key, "none") != there.get(key, "none"))
-    except (msgspec.DecodeError, AttributeError, TypeError):
+    except (msgspec.DecodeError, AttributeError, TypeError, RecursionError):
         keys = []
     if not keys:
         return [("model_config", local.model_config, remote.model_config)]
