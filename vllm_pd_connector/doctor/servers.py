@@ -30,7 +30,7 @@ from vllm_pd_connector.wire.messages import ControlEndpoint, HelloReply
 T = TypeVar("T")
 
 DOCTOR = "vllm-pd-doctor"
-MAX_ASKED_AT_ONCE = 64
+MAX_ASKED_AT_ONCE = 128
 TRIAL_TOKENS = 256
 PUBLISH_S = 5.0
 """Seconds within which an engine that has answered has published its counters."""
