@@ -18,7 +18,7 @@ from vllm_pd_connector.geometry.page_table import whole_pages
 from vllm_pd_connector.kernels import native
 from vllm_pd_connector.plan.write import BoundWrite
 from vllm_pd_connector.testing.buffers import KvBuffer
-from vllm_pd_connector.transport.base import Transport, WriteStatus
+from vllm_pd_connector.transport.base import Transport, WriteStatus, post_write
 from vllm_pd_connector.transport.nixl import NixlTransport
 
 PAGES, PAGE_BYTES = 64, 1 << 16
@@ -37,7 +37,7 @@ def try_write(title: str, src: Transport, dst: Transport) -> Finding:
     numbers = np.arange(PAGES, dtype=np.int32)
     write = BoundWrite(src_pieces=numbers, dst_pieces=numbers, units=PAGES, num_pages=PAGES)
     started = time.monotonic()
-    handle = src.post_write(lane, write, NOTE)
+    handle = post_write(src, lane, write, NOTE)
     notes: list[bytes] = []
     while (status := src.poll(handle)) is WriteStatus.POSTED or not notes:
         notes += dst.notifications()
