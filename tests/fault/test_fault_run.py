@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.server, pytest.mark.extended, pytest.mark.timeout(900)
 
 BOUNDED = {
     "ordinary": ["kill-prefiller", "terminate-prefiller"],
+    "native": ["native-kill-decoder"],
     "networked": ["cut-network"],
     "tiny": ["preempt", "reset-cache"],
 }

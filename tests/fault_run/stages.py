@@ -15,6 +15,7 @@ from fault_run import scenarios as plain
 from fault_run.cast import Cast
 from fault_run.link import open_link, why_not
 from fault_run.scenarios import Scenario
+from vllm_pd_connector.kernels import native as native_part
 
 DRAINS = ("--shutdown-timeout", "30")
 FEW_BLOCKS = ("--num-gpu-blocks-override", "256", "--max-model-len", "4096")
@@ -28,6 +29,15 @@ OpenStage = Callable[[Path], AbstractContextManager[Cast]]
 @contextmanager
 def ordinary(folder: Path) -> Iterator[Cast]:
     with Cast(folder / "ordinary", args=DRAINS) as cast:
+        yield cast
+
+
+@contextmanager
+def native(folder: Path) -> Iterator[Cast]:
+    """As ordinary, but a native thread posts the prefillers' writes."""
+    with Cast(folder / "native", args=DRAINS, prefiller={"native_posting": True}) as cast:
+        for prefiller in cast.prefillers:
+            prefiller.wait_log("event=native_posting_on", 1.0)
         yield cast
 
 
@@ -108,6 +118,17 @@ STAGES: dict[str, tuple[OpenStage, Callable[[], str], dict[str, Scenario]]] = {
             "terminate-decoder": plain.terminate_decoder,
             "cancel": plain.cancel,
             "kill-proxy": plain.kill_proxy,
+        },
+    ),
+    "native": (
+        native,
+        lambda: native_part.WHY_MISSING,
+        {
+            "native-kill-prefiller": plain.kill_prefiller,
+            "native-kill-decoder": plain.kill_decoder,
+            "native-stop-prefiller": plain.stop_prefiller,
+            "native-stop-decoder": plain.stop_decoder,
+            "native-cancel": plain.cancel,
         },
     ),
     "networked": (
