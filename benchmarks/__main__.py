@@ -1,16 +1,22 @@
-"""`python -m benchmarks`: start servers, measure, write raw records and a summary."""
+"""`python -m benchmarks`: start servers, measure, write raw records and a summary.
+
+A set of servers that fails is recorded and the others go on; the exit status is then 1.
+"""
 
 from __future__ import annotations
 
 import argparse
 import fcntl
 import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,18 +24,23 @@ from typing import Any
 from benchmarks import report
 from benchmarks.machine import Patience, commit, fingerprint
 from benchmarks.records import RecordFile, read_records
-from benchmarks.sessions import SESSIONS, Plan, results_directory
+from benchmarks.sessions import DEFAULT, SESSIONS, Plan, results_directory
+from benchmarks.summary import failed_sessions
 from vllm_pd_connector.testing.models import random_llama
+from vllm_pd_connector.testing.process_group import exit_on_signal
 from vllm_pd_connector.testing.servers import start_all
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs" / "benchmarks.md"
-SESSION_S = 600
+SESSION_S = 900
 START_S = 180.0
+MICRO_S = 600
 QUICK_PATIENCE_S = 1.0
 QUICK: dict[str, Any] = {
     "lengths": (200, 1000),
     "reps": 2,
+    "ours_s": 60.0,
+    "peers_s": 60.0,
     "answers": 1,
     "answer_tokens": 400,
     "windows": 1,
@@ -43,7 +54,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few, short prompts: does it work at all")
     parser.add_argument("--only", choices=("ttft", "interference", "idle", "transfer", "profile", "micro"))
-    parser.add_argument("--sessions", default=",".join(SESSIONS), help="server sets to use, comma-separated")
+    parser.add_argument("--sessions", default=",".join(DEFAULT), help=f"server sets to use, of {', '.join(SESSIONS)}")
     parser.add_argument("--results", type=Path, help="results directory to add to (default: a new one)")
     parser.add_argument("--lock", type=Path, help="file to lock exclusively while servers of a set are up")
     parser.add_argument("--timeline", type=Path, help="directory for our connector's timelines; they cost time")
@@ -60,13 +71,11 @@ def main() -> int:
         plan = Plan(records=records, model=str(random_llama()), only=args.only, ours_extra=extra, **quick)
         for name in args.sessions.split(","):
             if args.only is None or args.only in SESSIONS[name].serves:
-                _run(name, plan, args.lock, directory)
+                with _locked(args.lock), _recorded(name, records):
+                    _run(name, plan, directory)
         if args.only in (None, "micro"):
-            quick_too = ["--quick"] if args.quick else []
-            with _locked(args.lock):
-                records.add("machine", servers="micro", **fingerprint(ROOT))
-                command = [sys.executable, "-m", "benchmarks.micro", str(records.path), *quick_too]
-                subprocess.run(command, check=True, cwd=ROOT)
+            with _locked(args.lock), _recorded("micro", records):
+                _run_micro(records, ["--quick"] if args.quick else [])
     found = read_records(records.path)
     text = report.markdown(found)
     (directory / "summary.md").write_text(text)
@@ -75,18 +84,50 @@ def main() -> int:
         source = directory.resolve().relative_to(ROOT).as_posix()
         DOCS.write_text(report.page(DOCS.read_text(), found, source))
     print(f"\n{text}\n{directory}")
-    return 0
+    return 1 if failed_sessions(found) else 0
 
 
-def _run(name: str, plan: Plan, lock: Path | None, directory: Path) -> None:
+def _run(name: str, plan: Plan, directory: Path) -> None:
     session = SESSIONS[name]
-    with _locked(lock), _limited(SESSION_S):
-        print(f"{name}: starting servers", flush=True)
-        plan.records.add("machine", servers=name, **fingerprint(ROOT))  # now: others may commit while we wait
-        with start_all(
+    with (
+        _limited(SESSION_S),
+        start_all(
             session.specs(plan), START_S, log_dir=Path(tempfile.gettempdir(), "pd-bench", directory.name, name)
-        ) as servers:
-            session.run(plan, servers)
+        ) as servers,
+    ):
+        session.run(plan, servers)
+
+
+def _run_micro(records: RecordFile, options: Sequence[str]) -> None:
+    """In processes of their own, which import vLLM; all of them are gone afterwards."""
+    command = [sys.executable, "-m", "benchmarks.micro", str(records.path), *options]
+    with exit_on_signal():
+        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+        try:
+            status = process.wait(MICRO_S)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if status:
+        raise subprocess.CalledProcessError(status, command)
+
+
+@contextmanager
+def _recorded(name: str, records: RecordFile) -> Iterator[None]:
+    """Record what the machine is and how a set of servers ended; its failure must not cost the figures of others."""
+    print(f"{name}: starting", flush=True)
+    records.add("machine", servers=name, **fingerprint(ROOT))  # now: others may commit while we wait
+    begun, failure = time.monotonic(), ""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever it was, it is in the table, and the exit status is 1
+        traceback.print_exc()
+        failure = (str(error).strip().splitlines() or [""])[0]
+        failure = f"failed: {type(error).__name__}: {failure}"[:300]
+    seconds = time.monotonic() - begun
+    records.add("session", servers=name, failure=failure, s=round(seconds, 1))
+    print(f"{name}: {failure or 'complete'} after {seconds:.0f} s", flush=True)
 
 
 @contextmanager

@@ -19,8 +19,14 @@ MAX_IDLE_CORES = 0.03
 MAX_GROWTH = 1.2
 """Linear, with room for what caches of the CPU do."""
 
-LONGEST = 8000
 OUR_SERVERS = ("our prefiller", "our decoder")
+PEERS = (
+    ("NixlConnector's (pull)", s.PULL, s.PULL_PREFILLER),
+    ("NixlPushConnector's", s.PUSH, s.PUSH_PREFILLER),
+    ("NixlConnector's (pull) without its progress thread", s.THREADLESS, s.THREADLESS_PREFILLER),
+)
+AS_SHIPPED = (s.PULL, s.PUSH)
+"""The bar is for these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +47,12 @@ def rows(records: Sequence[s.Record]) -> list[Row]:
         *_throughput(records),
         *_exposed(records),
         *_first_token(records),
+        *_attempts(records),
+        *_interference(records),
         *_idle(records),
         *_growth(records),
         *_profile(records),
+        *_failures(records),
     ]
 
 
@@ -112,28 +121,57 @@ def _exposed(records: Sequence[s.Record]) -> Iterator[Row]:
 
 
 def _first_token(records: Sequence[s.Record]) -> Iterator[Row]:
-    ours = {a.tokens: a for a in s.added(records, s.OURS, s.OURS_PREFILLER)}
-    pull = {a.tokens: a for a in s.added(records, s.PULL, s.PULL_PREFILLER)}
+    """What is added is paired within rounds; the bar is for its median."""
+    peers = [(whose, arm, {a.tokens: a for a in s.added(records, arm, own)}) for whose, arm, own in PEERS]
     shared = s.first_token(records)
-    for tokens, a in ours.items():
-        limit = MAX_ADDED_S + MAX_ADDED_SHARE * shared[tokens, s.OURS_PREFILLER].median
-        milliseconds = s.Spread(a.seconds.n, *(1000 * v for v in (a.seconds.median, a.seconds.low, a.seconds.high)))
+    for a in s.added(records, s.OURS, s.OURS_PREFILLER):
+        limit = MAX_ADDED_S + MAX_ADDED_SHARE * shared[a.tokens, s.OURS_PREFILLER].median
         yield Row(
-            f"added first-token time, {tokens:,} tokens",
+            f"added first-token time, {a.tokens:,} tokens",
             f"≤ 20 ms + 1 % of the shared time = {1000 * limit:.0f} ms",
-            f"{_text(milliseconds, 1)} ms",
+            _added_ms(a),
             a.seconds.median <= limit,
         )
-        if tokens in pull:
-            other = pull[tokens].seconds
-            ratio = a.seconds.median / other.median if other.median > 0 else float("inf")
-            yield Row(
-                f"the same ÷ NixlConnector's (pull), {tokens:,} tokens",
-                f"≤ {MAX_ADDED_RATIO}",
-                f"{ratio:.2f}: {1000 * a.seconds.median:.1f} against {1000 * other.median:.1f} ms "
-                f"({1000 * other.low:.1f} … {1000 * other.high:.1f}), n={other.n}",
-                ratio <= MAX_ADDED_RATIO,
-            )
+        for whose, arm, others in peers:
+            if a.tokens in others:
+                other = others[a.tokens]
+                ratio = a.seconds.median / other.seconds.median if other.seconds.median > 0 else float("inf")
+                yield Row(
+                    f"the same ÷ {whose}, {a.tokens:,} tokens",
+                    f"≤ {MAX_ADDED_RATIO}" if arm in AS_SHIPPED else "–",
+                    f"{ratio:.2f}: {1000 * a.seconds.median:.1f} against {_added_ms(other)}",
+                    ratio <= MAX_ADDED_RATIO if arm in AS_SHIPPED else None,
+                )
+
+
+def _added_ms(a: s.Added) -> str:
+    v = s.Spread(a.seconds.n, *(1000 * value for value in (a.seconds.median, a.seconds.low, a.seconds.high)))
+    if a.interval is None:
+        return f"{_text(v, 1)} ms"
+    low, high = (1000 * value for value in a.interval)
+    return f"{_text(v, 1)} ms; {100 * s.CONFIDENCE:.0f} % interval of the median {low:.1f} … {high:.1f}"
+
+
+def _attempts(records: Sequence[s.Record]) -> Iterator[Row]:
+    """Connectors that may not complete at all."""
+    for r in {r["what"]: r for r in records if r["kind"] == "attempt"}.values():
+        yield Row(f"a request to {r['what']}", "–", f"{r['outcome']} ({r['s']:.1f} s)", None)
+
+
+def _interference(records: Sequence[s.Record]) -> Iterator[Row]:
+    for g in s.gaps(records):
+        load = "nothing else" if g.kind == "quiet" else "6,000-token prompts"
+        yield Row(
+            f"longest gap of a running answer beside {load}, {g.arm}",
+            "–",
+            f"{_text(g.longest, 1)} ms; p99 {g.p99.median:.1f} ms",
+            None,
+        )
+
+
+def _failures(records: Sequence[s.Record]) -> Iterator[Row]:
+    for servers, failure in s.failed_sessions(records).items():
+        yield Row(f"measurements of the session `{servers}`", "complete", failure.replace("|", "/"), False)
 
 
 def _idle(records: Sequence[s.Record]) -> Iterator[Row]:

@@ -11,7 +11,13 @@ from benchmarks import summary as s
 
 BAR_CELLS = 20
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-COMPARISONS = [(s.OURS, s.OURS_PREFILLER), (s.OURS, s.SHARED), (s.PULL, s.PULL_PREFILLER), (s.PULL, s.SHARED)]
+COMPARISONS = [
+    (s.OURS, s.OURS_PREFILLER),
+    (s.OURS, s.SHARED),
+    (s.PULL, s.PULL_PREFILLER),
+    (s.PULL, s.SHARED),
+    (s.THREADLESS, s.THREADLESS_PREFILLER),
+]
 CAVEATS = """\
 - Every server is pinned to one core (`taskset`); the machine has two. Spread is least … greatest.
 - "Disturbed" measurements (others used more than about a quarter of a core meanwhile) are in the raw file; they were
@@ -81,6 +87,7 @@ def figures(records: Sequence[s.Record]) -> dict[str, Any]:
         "growth": [asdict(row) for row in costs.growths(records)],
         "profile": [asdict(row) for row in costs.profile(records)],
         "micro": [r for r in records if r["kind"] == "micro"],
+        "sessions": [r for r in records if r["kind"] == "session"],
         "attempts": [r for r in records if r["kind"] == "attempt"],
         "disturbed_of": s.num_disturbed(records),
     }

@@ -4,7 +4,8 @@ ours      ordinary server and our prefiller on core 0, our decoder on core 1: fi
 transfer  two of our pairs, prefillers on core 0, decoders on core 1: where a transfer's time goes, by layer and not
 replicas  an ordinary server on each core: interference
 pull      vLLM's NixlConnector, prefilling on core 0 and decoding on core 1: first token, idle
-push      vLLM's NixlPushConnector, the same: one attempt
+push      vLLM's NixlPushConnector, the same: one attempt, and first token if it completes
+pull-without-thread   as pull, with a default of NIXL changed: first token, only when asked for
 """
 
 from __future__ import annotations
@@ -24,13 +25,24 @@ from benchmarks import idle, profile, transfers, ttft
 from benchmarks.client import RequestFailed, random_prompt, stream, stream_in_two_steps
 from benchmarks.interference import Interference
 from benchmarks.records import RecordFile
-from benchmarks.summary import BY_LAYER, NOT_BY_LAYER, OURS, OURS_PREFILLER, PULL, PULL_PREFILLER, SHARED
+from benchmarks.summary import (
+    BY_LAYER,
+    NOT_BY_LAYER,
+    OURS,
+    OURS_PREFILLER,
+    PULL,
+    PULL_PREFILLER,
+    PUSH,
+    PUSH_PREFILLER,
+    SHARED,
+    THREADLESS,
+    THREADLESS_PREFILLER,
+)
 from vllm_pd_connector.testing.machine import HOST, free_ports
 from vllm_pd_connector.testing.servers import GREETED, Server, ServerSpec
 
 PUSH_TIMEOUT_S = 60.0
-BUDGET_S = 330.0  # of a session's ten minutes, for first-token times
-PULL_BUDGET_S = 450.0
+WITHOUT_THREAD = Path(__file__).parent / "without_thread"
 NUM_TOKENS = 2  # per answer where only the first one counts
 
 
@@ -40,6 +52,9 @@ class Plan:
 
     Attributes:
         only: "ttft", "interference", "idle", "transfer", "profile", or nothing for all.
+        reps: rounds of first-token times at every length.
+        ours_s: seconds for our first-token times; what the rounds leave goes to more of the longest length.
+        peers_s: the same for each of vLLM's own connectors.
         ours_extra: added to the connector's configuration on both our servers.
     """
 
@@ -48,6 +63,8 @@ class Plan:
     only: str | None
     lengths: Sequence[int] = ttft.PROMPT_TOKENS
     reps: int = 5
+    ours_s: float = 450.0
+    peers_s: float = 570.0
     answers: int = 3
     answer_tokens: int = 1000
     windows: int = 3
@@ -81,7 +98,7 @@ def _our_specs(plan: Plan) -> list[ServerSpec]:
     ]
 
 
-def _nixl_specs(plan: Plan, connector: str) -> list[ServerSpec]:
+def _nixl_specs(plan: Plan, connector: str, env: Mapping[str, str] | None = None) -> list[ServerSpec]:
     transfer = json.dumps({"kv_connector": connector, "kv_role": "kv_both", "kv_buffer_device": "cpu"})
     return [
         ServerSpec(
@@ -90,7 +107,11 @@ def _nixl_specs(plan: Plan, connector: str) -> list[ServerSpec]:
             name=f"{connector}-core{core}",
             cores=[core],
             args=["--kv-transfer-config", transfer],
-            env={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port), "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"},
+            env={
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+                "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+                **(env or {}),
+            },
         )
         for core, port in enumerate(free_ports(2))
     ]
@@ -101,7 +122,7 @@ def _run_ours(plan: Plan, servers: Sequence[Server]) -> None:
     leaders = [server.process.pid for server in servers]
     arms = {SHARED: _asks(plan, shared), OURS_PREFILLER: _asks(plan, prefiller), OURS: _asks(plan, decoder)}
     if plan.wants("ttft"):
-        ttft.measure(plan.records, "ours", arms, leaders, lengths=plan.lengths, reps=plan.reps, budget_s=BUDGET_S)
+        _first_token(plan, "ours", arms, leaders, plan.ours_s)
     if plan.wants("idle"):
         idle.measure(
             plan.records,
@@ -172,14 +193,10 @@ def _run_replicas(plan: Plan, servers: Sequence[Server]) -> None:
 
 
 def _run_pull(plan: Plan, servers: Sequence[Server]) -> None:
-    prefiller, decoder = servers
     leaders = [server.process.pid for server in servers]
-    arms: dict[str, ttft.Ask] = {
-        PULL_PREFILLER: _asks(plan, prefiller),
-        PULL: lambda prompt: stream_in_two_steps(prefiller.url, decoder.url, plan.model, prompt, NUM_TOKENS),
-    }
+    arms = _peer_arms(plan, servers, PULL, PULL_PREFILLER)
     if plan.wants("ttft"):
-        ttft.measure(plan.records, "pull", arms, leaders, lengths=plan.lengths, reps=plan.reps, budget_s=PULL_BUDGET_S)
+        _first_token(plan, "pull", arms, leaders, plan.peers_s)
     if plan.wants("idle"):
         names = ("NixlConnector, prefilling", "NixlConnector, decoding")
         idle.measure(
@@ -189,6 +206,11 @@ def _run_pull(plan: Plan, servers: Sequence[Server]) -> None:
             lambda: _ask_each(arms.values()),
             windows=plan.windows,
         )
+
+
+def _run_without_thread(plan: Plan, servers: Sequence[Server]) -> None:
+    arms = _peer_arms(plan, servers, THREADLESS, THREADLESS_PREFILLER)
+    _first_token(plan, "pull without thread", arms, [server.process.pid for server in servers], plan.peers_s)
 
 
 def _run_push(plan: Plan, servers: Sequence[Server]) -> None:
@@ -204,6 +226,22 @@ def _run_push(plan: Plan, servers: Sequence[Server]) -> None:
     seconds = round(time.monotonic() - start, 2)
     plan.records.add("attempt", what="NixlPushConnector, 200 tokens", outcome=outcome, s=seconds)
     print(f"  NixlPushConnector: {outcome}", flush=True)
+    if outcome == "completed":
+        arms = _peer_arms(plan, servers, PUSH, PUSH_PREFILLER)
+        _first_token(plan, "push", arms, [server.process.pid for server in servers], plan.peers_s)
+
+
+def _peer_arms(plan: Plan, servers: Sequence[Server], pair: str, alone: str) -> dict[str, ttft.Ask]:
+    """A pair of vLLM's own connectors, and its prefiller asked directly."""
+    prefiller, decoder = servers
+    return {
+        alone: _asks(plan, prefiller),
+        pair: lambda prompt: stream_in_two_steps(prefiller.url, decoder.url, plan.model, prompt, NUM_TOKENS),
+    }
+
+
+def _first_token(plan: Plan, name: str, arms: Mapping[str, ttft.Ask], leaders: Sequence[int], budget_s: float) -> None:
+    ttft.measure(plan.records, name, arms, leaders, lengths=plan.lengths, reps=plan.reps, budget_s=budget_s)
 
 
 def _interfere(plan: Plan, arm: str, answer_url: str, prompt_urls: Sequence[str], leaders: Sequence[int]) -> None:
@@ -247,7 +285,13 @@ SESSIONS: dict[str, Session] = {
     "push": Session(
         serves=frozenset({"ttft"}), specs=lambda plan: _nixl_specs(plan, "NixlPushConnector"), run=_run_push
     ),
+    "pull-without-thread": Session(
+        serves=frozenset({"ttft"}),
+        specs=lambda plan: _nixl_specs(plan, "NixlConnector", {"PYTHONPATH": str(WITHOUT_THREAD)}),
+        run=_run_without_thread,
+    ),
 }
+DEFAULT = ("ours", "transfer", "replicas", "pull", "push")
 
 
 def results_directory(root: Path, commit: str) -> Path:

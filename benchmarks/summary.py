@@ -16,6 +16,11 @@ STALL_MS = 100.0
 SHARED, OURS, OURS_PREFILLER = "ordinary server", "ours", "our prefiller asked directly"
 BY_LAYER, NOT_BY_LAYER = "layer by layer", "after the last layer"
 PULL, PULL_PREFILLER = "NixlConnector (pull)", "NixlConnector's prefiller asked directly"
+THREADLESS = "NixlConnector (pull) without its progress thread"
+THREADLESS_PREFILLER = "its prefiller without the thread, asked directly"
+PUSH, PUSH_PREFILLER = "NixlPushConnector", "NixlPushConnector's prefiller asked directly"
+
+CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,7 @@ class Added:
     """What a split pair adds to the first token, in seconds, against a reference; `ratio` is of the medians.
 
     Attributes:
+        interval: of the median, as `median_interval`; None unless paired.
         is_paired: differences within rounds, arms up at the same time. Otherwise the difference of two medians, and the
             spread is the widest that the two sets of measurements allow.
     """
@@ -43,6 +49,7 @@ class Added:
     seconds: Spread
     ratio: float
     is_paired: bool
+    interval: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,19 @@ def spread(values: Sequence[float]) -> Spread:
     if not values:
         raise ValueError("no measurement")
     return Spread(len(values), median(values), min(values), max(values))
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """The narrowest two values that hold the median of what was sampled between them with at least `CONFIDENCE`.
+
+    Taken from the ranks alone, whatever the distribution; None where that needs more values, below six.
+    """
+    ordered, n = sorted(values), len(values)
+    outside, rank = 0.0, 0  # the chance that the median lies beyond the rank-th value, on either side
+    while rank < n // 2 and outside + 2 * math.comb(n, rank) / 2**n <= 1 - CONFIDENCE:
+        outside += 2 * math.comb(n, rank) / 2**n
+        rank += 1
+    return (ordered[rank - 1], ordered[n - rank]) if rank else None
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -99,9 +119,8 @@ def added(records: Iterable[Record], arm: str, reference: str) -> list[Added]:
         paired = [r["s"] - by_round[key] for r in here if (key := (r["session"], r["rep"])) in by_round]
         a, b = spread([r["s"] for r in here]), spread([r["s"] for r in there])
         apart = Spread(min(a.n, b.n), a.median - b.median, a.low - b.high, a.high - b.low)
-        found.append(
-            Added(tokens, arm, reference, spread(paired) if paired else apart, a.median / b.median, bool(paired))
-        )
+        seconds, interval = (spread(paired), median_interval(paired)) if paired else (apart, None)
+        found.append(Added(tokens, arm, reference, seconds, a.median / b.median, bool(paired), interval))
     return found
 
 
@@ -135,6 +154,12 @@ def idle(records: Iterable[Record]) -> dict[str, Spread]:
         if record["kind"] == "idle":
             cells.setdefault(record["arm"], []).append(record["cores"])
     return {arm: spread(values) for arm, values in cells.items()}
+
+
+def failed_sessions(records: Iterable[Record]) -> dict[str, str]:
+    """Sets of servers that did not end as they should, and why; only the last run of each counts."""
+    last = {r["servers"]: r["failure"] for r in records if r["kind"] == "session"}
+    return {servers: failure for servers, failure in last.items() if failure}
 
 
 def num_disturbed(records: Iterable[Record]) -> tuple[int, int]:

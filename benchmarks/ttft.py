@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from benchmarks.client import random_prompt
-from benchmarks.machine import MAX_FOREIGN_CORES, ForeignCpu, load_average, wait_calm
+from benchmarks.machine import ForeignCpu, load_average, wait_calm
 from benchmarks.records import RecordFile
 
 Ask = Callable[[list[int]], list[float]]
@@ -14,6 +15,10 @@ Ask = Callable[[list[int]], list[float]]
 
 PROMPT_TOKENS = (200, 1000, 3000, 8000)
 MAX_TRIES = 3
+MAX_FOREIGN_CORES = 0.05
+"""Cores that others may use before a measurement counts as disturbed: what is compared are tens of milliseconds, and a
+quarter of a core would be a second in the four that 8,000 tokens take."""
+
 TICK_UNCERTAINTY_S = 0.03  # CPU time is counted in 10 ms ticks
 SETTLE_S = 1.2
 """Pause before each request: vLLM's worker spins for a second after a message, on a core that two arms may share."""
@@ -28,22 +33,41 @@ def measure(
     lengths: Sequence[int],
     reps: int,
     budget_s: float,
+    spare: Collection[str] = (),
 ) -> None:
     """`reps` rounds of every length, after a warm-up round of each; a round asks every arm once.
 
-    Ends early, with whole rounds, when `budget_s` seconds are over.
+    What is left of `budget_s` seconds goes to further rounds of the longest length, whose differences are the smallest
+    part of what is timed. Ends early, with whole rounds, when the time is over.
+
+    Args:
+        spare: arms that the further rounds leave out.
     """
     end = time.monotonic() + budget_s
     session = f"{session} {time.strftime('%H:%M:%S')}"  # rounds of two runs are never taken for one
-    names = list(arms)
+    longest_s = 0.0
+    for rep, length in rounds(lengths, reps):
+        begun = time.monotonic()
+        if begun > end - (longest_s if rep >= reps else 0.0):
+            print(f"  {session}: out of time before round {rep} of {length} tokens", flush=True)
+            return
+        names = [name for name in arms if rep < reps or name not in spare]
+        turn = rep % len(names)  # another arm begins each time
+        for name in names[turn:] + names[:turn]:
+            _ask(records, session, name, arms[name], leaders, length, rep)
+        longest_s = max(longest_s, time.monotonic() - begun)
+
+
+def rounds(lengths: Sequence[int], reps: int) -> Iterator[tuple[int, int]]:
+    """(round, prompt tokens), without an end: the warm-up is round -1; after `reps` rounds only the longest length."""
     for rep in range(-1, reps):
-        for length in lengths:
-            if time.monotonic() > end:
-                print(f"  {session}: out of time in round {rep}, {length} tokens", flush=True)
-                return
-            turn = rep % len(names)  # another arm begins each time
-            for name in names[turn:] + names[:turn]:
-                _ask(records, session, name, arms[name], leaders, length, rep)
+        yield from ((rep, length) for length in lengths)
+    yield from ((rep, max(lengths)) for rep in itertools.count(reps))
+
+
+def limit_cores(seconds: float) -> float:
+    """Cores that others may use during a request that takes so long."""
+    return MAX_FOREIGN_CORES + TICK_UNCERTAINTY_S / seconds
 
 
 def _ask(records: RecordFile, session: str, name: str, ask: Ask, leaders: Sequence[int], length: int, rep: int) -> None:
@@ -56,7 +80,7 @@ def _ask(records: RecordFile, session: str, name: str, ask: Ask, leaders: Sequen
         foreign = ForeignCpu(leaders)
         times = ask(prompt)
         cores, first_token_s = foreign.cores(), times[1] - times[0]
-        disturbed = cores > MAX_FOREIGN_CORES + TICK_UNCERTAINTY_S / (times[-1] - times[0])
+        disturbed = cores > limit_cores(times[-1] - times[0])
         records.add(
             "warmup" if rep < 0 else "ttft",
             session=session,

@@ -7,7 +7,19 @@ import pytest
 
 from benchmarks import bars, costs, report
 from benchmarks.profile import shares
-from benchmarks.summary import BY_LAYER, NOT_BY_LAYER, OURS, OURS_PREFILLER, PULL, PULL_PREFILLER, Spread
+from benchmarks.summary import (
+    BY_LAYER,
+    NOT_BY_LAYER,
+    OURS,
+    OURS_PREFILLER,
+    PULL,
+    PULL_PREFILLER,
+    PUSH,
+    PUSH_PREFILLER,
+    THREADLESS,
+    THREADLESS_PREFILLER,
+    Spread,
+)
 from benchmarks.transfers import collect
 
 
@@ -153,6 +165,49 @@ class TestBars:
         limit, ratio = bars.rows(records)
         assert limit.bar == "≤ 20 ms + 1 % of the shared time = 22 ms"
         assert (limit.is_met, ratio.is_met) == (is_short, is_half)
+
+    def test_every_connector_that_completed_is_compared_with(self) -> None:
+        arms = {OURS_PREFILLER: 0.2, OURS: 0.21, PULL_PREFILLER: 0.5, PULL: 0.6, PUSH_PREFILLER: 0.5, PUSH: 0.504}
+        rows = bars.rows([asked(arm, s, session=arm.split("'")[0]) for arm, s in arms.items()])
+        assert [(row.figure, row.value[:4], row.is_met) for row in rows[1:]] == [
+            ("the same ÷ NixlConnector's (pull), 1,000 tokens", "0.10", True),
+            ("the same ÷ NixlPushConnector's, 1,000 tokens", "2.50", False),
+        ]
+
+    def test_a_connector_that_was_changed_is_beside_the_bar(self) -> None:
+        arms = {OURS_PREFILLER: 0.2, OURS: 0.21, THREADLESS_PREFILLER: 0.2, THREADLESS: 0.204}
+        row = bars.rows([asked(arm, s, session=str("its" in arm or "without" in arm)) for arm, s in arms.items()])[-1]
+        assert (row.bar, row.value[:4], row.is_met) == ("–", "2.50", None)
+
+    def test_from_six_rounds_on_the_interval_of_the_median_is_said(self) -> None:
+        records = [
+            asked(arm, s + 0.001 * rep, session="a", rep=rep)
+            for arm, s in ((OURS_PREFILLER, 0.2), (OURS, 0.21))
+            for rep in range(6)
+        ]
+        assert "95 % interval of the median 10.0 … 10.0" in bars.rows(records)[0].value
+        assert "interval" not in bars.rows(records[1:])[0].value
+
+    def test_a_connector_that_did_not_complete_has_its_row(self) -> None:
+        tried = {"kind": "attempt", "what": "NixlPushConnector, 200 tokens", "outcome": "not completed", "s": 60.04}
+        (row,) = bars.rows([{**tried, "outcome": "completed"}, tried])
+        assert (row.figure, row.value) == ("a request to NixlPushConnector, 200 tokens", "not completed (60.0 s)")
+        assert row.is_met is None
+
+    def test_gaps_of_running_answers_have_rows(self) -> None:
+        answer = {"kind": "gaps", "prompt_first_token_s": [2.0], "disturbed": False}
+        records = [
+            {**answer, "arm": "ours", "gaps_ms": [5.0, 18.0]},
+            {**answer, "arm": "two", "gaps_ms": [5.0, 1400.0]},
+        ]
+        assert [row.value for row in bars.rows(records)] == [
+            f"{gap} ({gap} … {gap}), n=1 ms; p99 {gap.replace(',', '')} ms" for gap in ("18.0", "1,400.0")
+        ]
+
+    def test_a_session_that_failed_is_a_bar_that_was_missed(self) -> None:
+        ended = {"kind": "session", "servers": "pull", "failure": "failed: TimeoutError: a | b"}
+        (row,) = bars.rows([ended, {**ended, "servers": "ours", "failure": ""}])
+        assert (row.is_met, row.value) == (False, "failed: TimeoutError: a / b")
 
     def test_a_bar_that_is_missed_is_seen_in_the_table(self) -> None:
         records = [{"kind": "idle", "arm": "our decoder", "cores": 0.04}, {"kind": "idle", "arm": "x", "cores": 1.0}]

@@ -6,7 +6,19 @@ from typing import Any
 import pytest
 
 from benchmarks import report, timeline
-from benchmarks.summary import OURS, SHARED, Spread, added, first_token, gaps, idle, percentile, spread
+from benchmarks.summary import (
+    OURS,
+    SHARED,
+    Spread,
+    added,
+    failed_sessions,
+    first_token,
+    gaps,
+    idle,
+    median_interval,
+    percentile,
+    spread,
+)
 
 
 def timed(arm: str, s: float, *, rep: int = 0, tokens: int = 200, session: str = "a", disturbed: bool = False) -> Any:
@@ -33,6 +45,14 @@ class TestFigures:
     def test_percentile_is_a_value_that_was_measured(self, share: float, value: int) -> None:
         assert percentile(range(100, 0, -1), share) == value
 
+    @pytest.mark.parametrize(
+        ("n", "ranks"), [(5, None), (6, (1, 6)), (8, (1, 8)), (9, (2, 8)), (12, (3, 10)), (20, (6, 15)), (25, (8, 18))]
+    )
+    def test_an_interval_of_the_median_has_the_ranks_of_the_sign_test(
+        self, n: int, ranks: tuple[float, float] | None
+    ) -> None:
+        assert median_interval([float(v) for v in range(n, 0, -1)]) == ranks
+
     def test_disturbed_measurements_are_left_out_where_others_exist(self) -> None:
         calm = [timed(OURS, 1.0), timed(OURS, 9.0, rep=1, disturbed=True)]
         assert first_token(calm)[200, OURS] == Spread(1, 1.0, 1.0, 1.0)
@@ -54,6 +74,15 @@ class TestAdded:
         (row,) = added(records, OURS, SHARED)
         assert not row.is_paired
         assert row.seconds == Spread(2, 3.5, 2.0, 5.0)
+
+    def test_the_interval_is_of_the_differences_within_rounds(self) -> None:
+        base = [1.0, 5.0, 2.0, 9.0, 4.0, 7.0]
+        records = [timed(SHARED, s, rep=rep) for rep, s in enumerate(base)]
+        records += [timed(OURS, s + rep, rep=rep) for rep, s in enumerate(base)]
+        assert added(records, OURS, SHARED)[0].interval == (0.0, 5.0)
+        assert added(records[1:], OURS, SHARED)[0].interval is None  # five rounds are too few
+        other = [{**r, "session": "b"} if r["arm"] == OURS else r for r in records]
+        assert added(other, OURS, SHARED)[0].interval is None  # there are no rounds with both
 
     def test_a_length_measured_on_one_side_only_is_not_reported(self) -> None:
         assert added([timed(OURS, 1.0), timed(SHARED, 1.0, tokens=300)], OURS, SHARED) == []
@@ -81,6 +110,11 @@ class TestReport:
 
     def test_idle_is_spread_over_windows(self) -> None:
         assert idle(self.RECORDS)["y"] == Spread(2, 0.02, 0.01, 0.03)
+
+    def test_only_the_last_run_of_a_session_counts(self) -> None:
+        ran = [{"kind": "session", "servers": name, "failure": why} for name, why in (("a", "x"), ("b", ""), ("c", ""))]
+        assert failed_sessions([*ran, {"kind": "session", "servers": "b", "failure": "y"}]) == {"a": "x", "b": "y"}
+        assert failed_sessions([*ran, {"kind": "session", "servers": "a", "failure": ""}]) == {}
 
     def test_the_summary_has_only_what_was_measured(self) -> None:
         text = report.markdown(self.RECORDS)
