@@ -20,7 +20,7 @@ COMPARISONS = [
 ]
 CAVEATS = """\
 - Every server is pinned to one core (`taskset`); the machine has two. Spread is least … greatest.
-- "Disturbed" measurements (others used more than about a quarter of a core meanwhile, for a first token a twentieth) are
+- "Disturbed" measurements (others used more than about a quarter of a core, for a first token a twentieth) are
   in the raw file; they were repeated and are left out here, unless a cell has no other.
 - vLLM's NixlConnector polls with a thread of its own (`enable_prog_thread`). Pinned to one core, that thread takes time
   from the model itself; with spare cores that part goes away and a core is merely burnt. Its first-token times on this
