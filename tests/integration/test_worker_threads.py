@@ -112,6 +112,7 @@ def test_a_request_travels_layer_by_layer_and_is_reported_once_on_both_sides(sid
     prefiller, decoder = sides
     expect(decoder)
     begin(prefiller, decoder, WRITE)
+    time.sleep(0.1)  # the messenger is asleep: the hook has to wake it
     prefiller.half.layer_done("l0")
     until(lambda: bool((decoder.kv["l0"][4:6] == 3.5).all()), "layer 0 does not arrive while layer 1 computes")
     assert not decoder.kv["l1"].any()
