@@ -69,10 +69,11 @@ def table(records: Sequence[s.Record]) -> list[str]:
 
 def _hook(records: Sequence[s.Record]) -> Iterator[Row]:
     for r in records:
-        if r["kind"] == "micro" and "signal" in r:
-            bar = HOOK_US[r["signal"]]
+        if r["kind"] == "micro" and ("signal" in r or "is_baseline" in r):
             values = s.Spread(r["n"], r["median_ns"] / 1000, r["low_ns"] / 1000, r["high_ns"] / 1000)
-            yield Row(f"{r['what']}", f"≤ {bar:g} µs", f"{_text(values, 2)} µs", values.median <= bar)
+            bar = HOOK_US.get(r.get("signal", ""))
+            is_met = None if bar is None else values.median <= bar
+            yield Row(r["what"], "–" if bar is None else f"≤ {bar:g} µs", f"{_text(values, 2)} µs", is_met)
 
 
 def _posted(records: Sequence[s.Record]) -> Iterator[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ LAYER_S = 0.002  # a layer of the small test model takes milliseconds; the messe
 ROWS = np.ones((128, 128), dtype=np.float32)
 BLOCKS = list(range(1, NUM_PAGES + 1))
 POSTING = "64 pages of each layer are posted"
+BARE_WAKE = "waking a thread that sleeps, no code of ours"
 TRANSFER = "0123456789abcdef" * 2
 
 
@@ -34,7 +36,8 @@ def measure() -> list[dict[str, Any]]:
     cores = sorted(os.sched_getaffinity(0))
     size = {"num_layers": NUM_LAYERS, "num_blocks": NUM_PAGES + 1, "page_bytes": PAGE_BYTES}
     with running(**size, pause_s=0.0005, cores=cores[:1]) as target:
-        return [record for name, extra in WRITERS.items() for record in _measure(name, extra, target.rank, size)]
+        records = [record for name, extra in WRITERS.items() for record in _measure(name, extra, target.rank, size)]
+    return [*records, {**summarise(BARE_WAKE, _wakes()), "is_baseline": True}]
 
 
 def _measure(
@@ -66,6 +69,22 @@ def _worker(extra: Mapping[str, Any], size: Mapping[str, int]) -> Iterator[Worke
         yield worker
     finally:
         worker.half.shutdown()
+
+
+def _wakes() -> list[float]:
+    """Nanoseconds that waking a sleeping thread costs the caller, by an event file and nothing else."""
+    file = os.eventfd(0)
+    overhead, samples = clock_ns(), list[float]()
+    sleeper = threading.Thread(target=lambda: [os.read(file, 8) for _ in range(NUM_STEPS)])
+    sleeper.start()
+    for _ in range(NUM_STEPS):
+        _compute(LAYER_S)
+        start = time.perf_counter_ns()
+        os.eventfd_write(file, 1)
+        samples.append(time.perf_counter_ns() - start - overhead)
+    sleeper.join()
+    os.close(file)
+    return samples
 
 
 def _compute(seconds: float) -> None:

@@ -26,7 +26,8 @@ from benchmarks.micro.target import running
 from benchmarks.records import RecordFile
 from vllm_pd_connector.engine.step import StepMetadata
 from vllm_pd_connector.geometry.page_table import PageTable
-from vllm_pd_connector.transport.nixl import NixlTransport
+from vllm_pd_connector.transport.base import WriteStatus
+from vllm_pd_connector.transport.nixl import NixlTransport, NixlWrite
 from vllm_pd_connector.wire.messages import DecoderRank
 
 NUM_LAYERS = 4
@@ -71,13 +72,27 @@ class RawWriter:
         return elapsed
 
 
+class StampedTransport(NixlTransport):
+    """Remembers when it last told that a write is done: the writer knows it then, and the raw loop of its own."""
+
+    done_at = 0.0
+
+    def poll(self, handle: NixlWrite) -> WriteStatus:
+        status = super().poll(handle)
+        if status is WriteStatus.DONE:
+            self.done_at = time.perf_counter()
+        return status
+
+
 def _rows(table: PageTable) -> list[tuple[int, int, int]]:
     return [
         (table.address(layer, block), table.page_bytes, 0) for layer in range(NUM_LAYERS) for block in range(NUM_BLOCKS)
     ]
 
 
-def _write_ours(prefiller: Worker, target: DecoderRank, transfers: Iterator[str], blocks: list[int]) -> float:
+def _write_ours(
+    prefiller: Worker, transport: StampedTransport, target: DecoderRank, transfers: Iterator[str], blocks: list[int]
+) -> float:
     """Seconds from the first layer's hook until the writer has seen its last write end."""
     transfer = next(transfers)
     half = prefiller.half
@@ -91,7 +106,7 @@ def _write_ours(prefiller: Worker, target: DecoderRank, transfers: Iterator[str]
         half.layer_done(name)
     half.end_step()
     half.handle_preemptions([transfer])  # waits until nothing of it is in flight
-    elapsed = time.perf_counter() - start
+    elapsed = transport.done_at - start
     prefiller.close(transfer)
     return elapsed
 
@@ -104,16 +119,16 @@ def measure(records: RecordFile, reps: int) -> None:
     size = {"num_layers": NUM_LAYERS, "num_blocks": NUM_BLOCKS, "page_bytes": PAGE_BYTES}
     transfers = (f"{number:032x}" for number in range(1 << 30))
     with running(**size, pause_s=0.0, cores=others or [own]) as target:
+        transports = {writer: StampedTransport(f"throughput-{os.getpid()}") for writer in WRITERS}
         workers = {
-            writer: worker_half("kv_producer", extra, NixlTransport(f"throughput-{os.getpid()}"), **size)
-            for writer, extra in WRITERS.items()
+            writer: worker_half("kv_producer", extra, transports[writer], **size) for writer, extra in WRITERS.items()
         }
         raw = RawWriter(workers["pure Python"].half.handshake().pages, target.rank)
         for mib in LAYER_MIB:
             blocks = random.Random(mib).sample(range(1, NUM_BLOCKS), mib * (1 << 20) // PAGE_BYTES)
             arms: dict[str, Callable[[], float]] = {"raw": partial(raw.write, blocks)}
             for writer, worker in workers.items():
-                arms[writer] = partial(_write_ours, worker, target.rank, transfers, blocks)
+                arms[writer] = partial(_write_ours, worker, transports[writer], target.rank, transfers, blocks)
             for rep in range(-1, reps):
                 turn = rep % len(arms)  # another arm begins each time
                 seconds = {arm: arms[arm]() for arm in [*list(arms)[turn:], *list(arms)[:turn]]}

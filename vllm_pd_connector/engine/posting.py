@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from logging import getLogger
 from typing import Any
 
@@ -45,7 +44,6 @@ class PreparedWrite:
 
     Attributes:
         note: what the rank is told with it.
-        cpu_s: what making it has taken.
         is_armed: a native thread posts it.
         posted_at: seconds on the writer's clock; None before.
         is_stuck: complained about.
@@ -55,9 +53,8 @@ class PreparedWrite:
     link: Link
     handle: Any
     bound: BoundWrite
-    layers: Sequence[int]
+    layers: list[int]
     note: WriteNote
-    cpu_s: float
     is_armed: bool = False
     posted_at: float | None = None
     is_stuck: bool = False
@@ -159,9 +156,10 @@ class Posting:
         )
         handle = self._transport.prepare_write(link.lane, bound, encode(note))
         outgoing.num_in_flight += 1
-        cpu_s = self._cpu_clock() - started
-        self._writes.append(PreparedWrite(outgoing, link, handle, bound, layers, note, cpu_s))
-        return self._writes[-1]
+        write = PreparedWrite(outgoing, link, handle, bound, list(layers), note)
+        self._writes.append(write)
+        self._grain.posting.add(write.num_bytes, self._cpu_clock() - started)
+        return write
 
     def post(self, write: PreparedWrite) -> None:
         """Its pages are ready.
@@ -169,12 +167,10 @@ class Posting:
         Raises:
             PeerLost: the rank is gone; `poll` finds the write failed.
         """
-        started = self._cpu_clock()
         write.posted_at = self._clock()
-        self._tally.add("writes")
         self._mark_posted(write)
         self._transport.post(write.handle, self._signed(write) if self._verify else None)
-        self._grain.posting.add(write.num_bytes, write.cpu_s + self._cpu_clock() - started)
+        self._tally.add("writes")
 
     def arm(self, write: PreparedWrite, trigger: Trigger) -> None:
         """Have the native thread post it."""
@@ -182,7 +178,6 @@ class Posting:
         write.is_armed = True
         self._tally.add("writes")
         self._arming.arm(write.handle, trigger)
-        self._grain.posting.add(write.num_bytes, write.cpu_s)
 
     def poll(self) -> list[tuple[PreparedWrite, WriteStatus]]:
         """Drive what is in flight; the writes that are over by now, each once."""
@@ -239,12 +234,19 @@ class Posting:
                 "event=write_stuck transfer=%s rank=%d layers=%s its pages stay until the transport ends it",
                 write.outgoing.transfer_id,
                 self._sender,
-                list(write.layers),
+                write.layers,
             )
 
     def _mark_posted(self, write: PreparedWrite, at_ns: int | None = None) -> None:
-        mark = partial(self._timeline.mark, write.outgoing.transfer_id, "write_posted", layers=list(write.layers))
-        mark(rank=self._sender, seq=write.note.seq, to=write.link.route.dst_rank, at_ns=at_ns)
+        self._timeline.mark(
+            write.outgoing.transfer_id,
+            "write_posted",
+            at_ns=at_ns,
+            layers=write.layers,
+            rank=self._sender,
+            seq=write.note.seq,
+            to=write.link.route.dst_rank,
+        )
 
     def _note_armed(self, write: PreparedWrite) -> float:
         """What the native thread saw, told afterwards; when it began to post."""

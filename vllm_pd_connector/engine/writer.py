@@ -79,11 +79,13 @@ class _Step:
         """Seconds of compute of a layer; of a step of one layer nothing is known."""
         return (max(self.ready_ns) - min(self.ready_ns)) / 1e9 / max(self.num_layers - 1, 1)
 
-    def note_ready(self, layer: int, at_ns: int) -> None:
-        self.ready_ns.append(at_ns)
-        for portion in self.portions:
-            if layer in portion.layers:
-                portion.num_missing -= 1
+    def note_ready(self, seen: list[tuple[int, int]]) -> None:
+        """Layers, and monotonic ns when each was ready."""
+        for layer, at_ns in seen:
+            self.ready_ns.append(at_ns)
+            for portion in self.portions:
+                if layer in portion.layers:
+                    portion.num_missing -= 1
 
     def take_ready(self) -> list[_Portion]:
         """Portions whose layers are all in memory, each once."""
@@ -247,14 +249,17 @@ class Writer:
         self._settle()
 
     def _post_ready(self, step: _Step) -> None:
-        for layer, at_ns in step.signal.take():
-            step.note_ready(layer, at_ns)
-            for _, outgoing in self._live(step):
-                self._timeline.mark(outgoing.transfer_id, "layer_computed", layer=layer, at_ns=at_ns, rank=self._sender)
+        seen = step.signal.take()
+        if not seen:
+            return
+        step.note_ready(seen)
         ready = step.take_ready()
         for portion in ready:
             for write in self._prepared(step, portion):
                 self._attempt(write.outgoing, partial(self._posting.post, write))
+        for _, outgoing in self._live(step):
+            for layer, at_ns in seen:
+                self._timeline.mark(outgoing.transfer_id, "layer_computed", layer=layer, at_ns=at_ns, rank=self._sender)
         if ready and not step.portions:
             self._count_off(step)
         if step.is_over and step.num_layers > 1:
@@ -321,14 +326,16 @@ class Writer:
             outgoing.is_clean = False
             self._links.distrust(write.link.peer)
             if outgoing.may_post:
-                self._give_up(outgoing, f"a write of layers {list(write.layers)} failed")
+                self._give_up(outgoing, f"a write of layers {write.layers} failed")
             return
         outgoing.units += write.bound.units
-        self._tally.add("pages_written", write.bound.num_pages)
-        self._tally.add("descriptors_written", len(write.bound.src_pieces))
-        self._tally.add("bytes_written", write.num_bytes)
+        self._tally.add_all(
+            pages_written=write.bound.num_pages,
+            descriptors_written=len(write.bound.src_pieces),
+            bytes_written=write.num_bytes,
+        )
         self._timeline.mark(
-            outgoing.transfer_id, "write_done", layers=list(write.layers), bytes=write.num_bytes, rank=self._sender
+            outgoing.transfer_id, "write_done", layers=write.layers, bytes=write.num_bytes, rank=self._sender
         )
 
     def _settle(self) -> None:

@@ -80,7 +80,7 @@ class Grain:
         min_write_bytes: an operator's choice instead of a measured one: ready bytes that are worth a write. 0: none.
 
     Attributes:
-        posting: the writer's CPU seconds for one write, over its bytes.
+        posting: the writer's CPU seconds to make one write, over its bytes.
         wire: seconds from a write's post to its end, over its bytes.
         layer: seconds of compute of one layer, over the bytes it makes ready.
     """

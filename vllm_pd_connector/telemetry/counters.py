@@ -59,6 +59,12 @@ class Tally:
         with self._lock:
             self._counts[name] += amount
 
+    def add_all(self, **amounts: int) -> None:
+        """Raise several at once."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._counts[name] += amount
+
     def take(self) -> dict[str, int]:
         """The counts so far; they start again from zero. Cheap when nothing was counted."""
         if not self._counts:
