@@ -6,7 +6,9 @@
 //
 // The same file is compiled by nvcc into `_native`, and at run time by NVRTC (only the kernels) with the cupy extra.
 
-#if defined(__CUDACC_RTC__) || defined(PD_KERNELS_ONLY)
+// With PD_ON_HOST a C++ compiler takes the kernels as functions, for tests of what they do where there is no GPU.
+
+#if defined(__CUDACC_RTC__) || defined(PD_KERNELS_ONLY) || defined(PD_ON_HOST)
 #define PD_WITHOUT_HOST
 #endif
 
@@ -17,9 +19,14 @@
 typedef unsigned long long pd_word;
 
 // Everything this stream wrote before is visible to whoever reads the word afterwards, also outside the device.
+#ifdef PD_ON_HOST
+#define __global__
+static void store_release(pd_word *word, pd_word value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
+#else
 static __device__ void store_release(pd_word *word, pd_word value) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
+#endif
 
 extern "C" __global__ void pd_begin_step(pd_word *epoch, pd_word step) { *epoch = step; }
 

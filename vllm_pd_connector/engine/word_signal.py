@@ -53,7 +53,7 @@ class DeviceWords:
 
     def __init__(self, num_layers: int, device: torch.device, launch: DeviceLaunch, poller: Poller) -> None:
         # The last word counts layers that no hook announced.
-        self._memory = torch.zeros(num_layers + 1, dtype=torch.int64, pin_memory=True)
+        self._memory = torch.zeros(num_layers + 1, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._epoch = torch.zeros(1, dtype=torch.int64, device=device)
         self._launch = launch
         self._poller = poller

@@ -33,7 +33,6 @@ logger = getLogger(__name__)
 
 OUT_OF_LEASE = "the decoder's lease has run out"
 
-
 AHEAD = 4
 """Portions whose writes are prepared before they are ready."""
 
