@@ -49,8 +49,8 @@ class StampedTransport(NixlTransport):
         self.prepared.append((self._layers(write), handle))
         return handle
 
-    def post(self, handle: NixlWrite) -> None:
-        super().post(handle)
+    def post(self, handle: NixlWrite, note: bytes | None = None) -> None:
+        super().post(handle, note)
         self.posted[id(handle)] = time.monotonic_ns()
 
     def take(self) -> dict[int, int]:
