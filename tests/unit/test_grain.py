@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_pd_connector.plan.grain import CostLine, Grain, portions
+from vllm_pd_connector.plan.grain import BestRate, CostLine, Grain, portions
 
 MIB = 1 << 20
 
@@ -56,10 +56,43 @@ class TestCostLine:
         assert all(math.isfinite(part) and part >= 0 for part in line.line)
 
 
+class TestBestRate:
+    def test_slow_writes_teach_little_and_a_better_one_is_taken_at_once(self) -> None:
+        rate = BestRate(1 / 4e9)
+        for _ in range(5):
+            rate.add(MIB, 10.0)
+        assert rate.per_unit < 1.2 / 4e9
+        rate.add(MIB, MIB / 50e9)
+        assert rate.per_unit == pytest.approx(1 / 50e9)
+
+    def test_a_wire_that_has_become_slower_is_learnt(self) -> None:
+        rate = BestRate(1 / 50e9)
+        for _ in range(200):
+            rate.add(MIB, MIB / 1e9)
+        assert rate.per_unit == pytest.approx(1 / 1e9)
+
+    @given(st.lists(st.tuples(st.integers(0, 1 << 40), st.floats(-1, 1e6)), max_size=60))
+    def test_no_history_makes_it_useless(self, samples: list[tuple[int, float]]) -> None:
+        rate = BestRate(1 / 4e9)
+        for size, seconds in samples:
+            rate.add(size, seconds)
+        assert 0 < rate.per_unit < math.inf
+
+
+def test_long_chunks_stay_layer_by_layer_after_small_writes_that_were_slow() -> None:
+    """As on a busy pair of cores: a short prompt's writes took 6 and 16 ms, and a line through all sizes was flat."""
+    measured = Grain(1.0)
+    for size, seconds in [(458_752, 0.016), (458_752, 0.006), *[(4_096_000, 0.0009)] * 8, *[(917_504, 0.001)] * 20]:
+        measured.posting.add(size, 0.0003)
+        measured.wire.add(size, seconds)
+        measured.layer.add(4_096_000, 0.57)
+    assert measured.layers_per_write(8, 4_096_000, 1) == 1
+
+
 def grain(*, share: float = 1.0, post_s: float, bytes_per_s: float, layer_s: float) -> Grain:
     """One that has seen just this."""
     made = Grain(share)
-    made.posting.line, made.wire.line, made.layer.line = (post_s, 0.0), (0.0, 1 / bytes_per_s), (layer_s, 0.0)
+    made.posting.line, made.wire.per_unit, made.layer.line = (post_s, 0.0), 1 / bytes_per_s, (layer_s, 0.0)
     return made
 
 

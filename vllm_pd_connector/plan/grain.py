@@ -16,6 +16,9 @@ from itertools import pairwise
 KEPT = 0.97
 """Weight of a sample after the next one: about the last thirty count."""
 
+FASTEST = 1e-15
+"""Seconds for a byte: no wire is faster."""
+
 ANCHOR = 0.001
 """Weight of what was expected before anything was seen: only a tie-break between lines that fit all samples."""
 
@@ -72,6 +75,24 @@ class CostLine:
         )
 
 
+class BestRate:
+    """Seconds for each byte at the best that was seen lately: what slows a single write says nothing of the wire.
+
+    One thread adds, any may read. Without samples as good it grows, a factor of e in about thirty.
+
+    Args:
+        per_unit: expected before anything was seen.
+    """
+
+    def __init__(self, per_unit: float) -> None:
+        self.per_unit = per_unit
+
+    def add(self, size: float, seconds: float) -> None:
+        """Learn from one measurement."""
+        if size > 0:
+            self.per_unit = max(min(seconds / size, self.per_unit / KEPT), FASTEST)
+
+
 class Grain:
     """One rank's. The messenger adds to its lines, the model thread asks.
 
@@ -81,7 +102,7 @@ class Grain:
 
     Attributes:
         posting: the writer's CPU seconds to make one write, over its bytes.
-        wire: seconds from a write's post to its end, over its bytes.
+        wire: seconds from a write's post to its end, for each of its bytes.
         layer: seconds of compute of one layer, over the bytes it makes ready.
     """
 
@@ -89,7 +110,7 @@ class Grain:
         self._share = share
         self._min_write_bytes = min_write_bytes
         self.posting = CostLine(100e-6, 0.0, 1e6)
-        self.wire = CostLine(100e-6, 1 / 4e9, 1e6)
+        self.wire = BestRate(1 / 4e9)
         self.layer = CostLine(1e-3, 2e-9, 1e6)
 
     def layers_per_write(self, num_layers: int, layer_bytes: int, num_transfers: int) -> int:
@@ -103,7 +124,7 @@ class Grain:
         if self._min_write_bytes:
             return min(num_layers, -(-self._min_write_bytes // max(layer_bytes, 1)))
         post_s = num_transfers * self.posting.line[0]
-        bytes_s = max(layer_bytes * self.wire.line[1], 1e-9)
+        bytes_s = max(layer_bytes, 1) * self.wire.per_unit
         best = round(math.sqrt(self._share * post_s * num_layers / bytes_s))
         spare_s = self.layer.at(layer_bytes) - bytes_s
         pace = math.ceil(post_s / spare_s) if spare_s > 0 else 1
