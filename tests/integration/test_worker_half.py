@@ -8,6 +8,7 @@ from worker_rig import LEASE_S, NUM_LAYERS, PAGE_BYTES, UNITS_PER_PAGE, A, B, Cl
 
 from vllm_pd_connector.engine import writer
 from vllm_pd_connector.engine.posting import STUCK_S
+from vllm_pd_connector.plan import grain
 from vllm_pd_connector.plan.write import BoundWrite
 from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.transport.scripted import HANG_S, ScriptedFault, ScriptedTransport
@@ -71,11 +72,13 @@ class TestPosting:
         assert len(prepared) == NUM_LAYERS  # none is made twice
         assert cluster.has_landed(NUM_LAYERS - 1, 1, 5)
 
-    def test_what_writes_and_layers_have_taken_is_learnt(self) -> None:
+    def test_what_writes_and_layers_have_taken_is_learnt(self, monkeypatch: pytest.MonkeyPatch) -> None:
         cluster = Cluster(polls_per_write=3)
         cluster.begin()
         lines = (cluster.p.grain.posting, cluster.p.grain.layer)
-        before, rate = [line.line for line in lines], cluster.p.grain.wire.per_unit
+        before = [line.line for line in lines]
+        monkeypatch.setattr(grain, "SMALL", 1)  # every size tells of the wire
+        rate = cluster.p.grain.wire.per_unit
         (signal,) = cluster.start_step((A, [1], [5]))
         for layer in range(NUM_LAYERS):
             signal.bump(layer)

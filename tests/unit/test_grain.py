@@ -65,6 +65,12 @@ class TestBestRate:
         rate.add(MIB, MIB / 50e9)
         assert rate.per_unit == pytest.approx(1 / 50e9)
 
+    def test_small_writes_say_nothing_of_it(self) -> None:
+        rate = BestRate(1 / 4e9)
+        for _ in range(200):
+            rate.add(4096, 50e-6)
+        assert rate.per_unit == 1 / 4e9
+
     def test_a_wire_that_has_become_slower_is_learnt(self) -> None:
         rate = BestRate(1 / 50e9)
         for _ in range(200):

@@ -16,6 +16,9 @@ from itertools import pairwise
 KEPT = 0.97
 """Weight of a sample after the next one: about the last thirty count."""
 
+SMALL = 1 << 18
+"""Bytes."""
+
 FASTEST = 1e-15
 """Seconds for a byte: no wire is faster."""
 
@@ -88,8 +91,8 @@ class BestRate:
         self.per_unit = per_unit
 
     def add(self, size: float, seconds: float) -> None:
-        """Learn from one measurement."""
-        if size > 0:
+        """Learn from one measurement; what a small write takes is the post's time and not the wire's."""
+        if size >= SMALL:
             self.per_unit = max(min(seconds / size, self.per_unit / KEPT), FASTEST)
 
 
