@@ -8,7 +8,6 @@ import resource
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import msgspec
 
@@ -18,8 +17,8 @@ from vllm_pd_connector.doctor.finding import Finding, exit_status, failed, rende
 from vllm_pd_connector.doctor.servers import Rounds
 from vllm_pd_connector.errors import ConfigError
 from vllm_pd_connector.kernels import native
-from vllm_pd_connector.topology.device import Nic
-from vllm_pd_connector.topology.sysfs import SYSFS, read_gpus, read_nics, read_node_cpus
+from vllm_pd_connector.topology.device import Nic, PciDevice
+from vllm_pd_connector.topology.sysfs import read_gpus, read_nics, read_node_cpus
 
 DISTRIBUTIONS = ("vllm-pd-connector", "vllm", "nixl", "torch")
 OVER_NETWORK = "^shm,self"
@@ -62,19 +61,19 @@ def doctor(
         for finding in found:
             tell(render(finding))
 
-    note(this_machine())
+    devices = read_gpus(), read_nics(), read_node_cpus()
+    note(this_machine(*devices))
     note(read.findings if read is not None else [])
     transfer = json.dumps(read.transfer) if read is not None and read.transfer else ""
-    note(asyncio.run(_probes(values.nixl_backend, transfer)))
+    note(asyncio.run(_probes(values.nixl_backend, transfer, *devices)))
     pool = list(dict.fromkeys([*prefillers, *values.prefillers]))
     note(asyncio.run(_servers(values, pool, decoders, limit_s)) if pool or decoders else [])
     tell(summary(findings))
     return exit_status(findings)
 
 
-def this_machine(root: Path = SYSFS) -> list[Finding]:
+def this_machine(gpus: Sequence[PciDevice], nics: Sequence[Nic], node_cpus: machine.NodeCpus) -> list[Finding]:
     """What needs no process of its own."""
-    gpus, nics, node_cpus = read_gpus(root), read_nics(root), read_node_cpus(root)
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return [
         *machine.check_topology(gpus, nics, node_cpus),
@@ -90,9 +89,10 @@ def this_machine(root: Path = SYSFS) -> list[Finding]:
     ]
 
 
-async def _probes(backend: str, transfer: str) -> list[Finding]:
+async def _probes(
+    backend: str, transfer: str, gpus: Sequence[PciDevice], nics: Sequence[Nic], node_cpus: machine.NodeCpus
+) -> list[Finding]:
     """vLLM and the plugin, and trial writes as the ranks of this machine would write."""
-    gpus, nics, node_cpus = read_gpus(), read_nics(), read_node_cpus()
     advice = "Install this package beside a supported vLLM (`make setup`)."
     plugin = probe.run("plugin", text=transfer, otherwise=failed(probe.VLLM, "", advice))
     # Where the operator has chosen the transports, a second trial would take the same.

@@ -17,7 +17,7 @@ KEPT = 0.97
 """Weight of a sample after the next one: about the last thirty count."""
 
 SMALL = 1 << 18
-"""Bytes."""
+"""Bytes of a write from which on its time is more the wire's than the post's."""
 
 FASTEST = 1e-15
 """Seconds for a byte: no wire is faster."""
