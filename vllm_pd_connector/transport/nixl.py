@@ -9,10 +9,12 @@ import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
-from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t, nixlBind
+from nixl import _api as nixl_api
+from nixl._api import nixl_agent, nixl_agent_config, nixlBind
 
 from vllm_pd_connector.errors import PeerLost, UnsupportedEngine
 from vllm_pd_connector.geometry.page_table import PageTable, PageView
@@ -30,6 +32,9 @@ NIXL_ERRORS: tuple[type[Exception], ...] = tuple(
     if name.startswith("nixl") and isinstance(kind, type) and issubclass(kind, Exception)
 )
 """Every exception of the binding. They have no common base below `Exception`, so they are collected by name."""
+
+MIN_NIXL = (1, 5)
+"""Older ones take no strided descriptors (below 1.5) and no sync mode (below 1.2): scripts/nixl-releases."""
 
 _unique = itertools.count()
 
@@ -72,7 +77,7 @@ class NixlTransport:
         devices: ports for UCX to use, as "mlx5_0:1"; empty: its own choice. The operator's UCX_NET_DEVICES wins.
 
     Raises:
-        UnsupportedEngine: NIXL has no such backend or it does not load.
+        UnsupportedEngine: NIXL is too old, has no such backend, or it does not load.
     """
 
     def __init__(self, name: str, backend: str = "UCX", devices: Sequence[str] = ()) -> None:
@@ -209,9 +214,27 @@ class NixlTransport:
         return self._agent.prep_xfer_dlist(agent_name, np.asarray(view.rows(), dtype=np.uint64), view.pages.memory)
 
 
+def check_release() -> None:
+    """Raises:
+    UnsupportedEngine: names the release of NIXL that is installed and those that are supported.
+    """
+    package = nixl_agent.__module__.partition(".")[0].replace("_", "-")  # nixl-cu12, nixl-cu13, nixl-rocm
+    try:
+        found = version(package)
+    except PackageNotFoundError:
+        return  # built from source: the first agent shows what it can do
+    if tuple(int(part) for part in found.split(".")[:2]) < MIN_NIXL:
+        least = ".".join(map(str, MIN_NIXL))
+        raise UnsupportedEngine(
+            f"{package} {found} is installed; this vllm_pd_connector needs NIXL {least} or newer: "
+            f"pip install 'nixl>={least}'"
+        )
+
+
 def _open_agent(name: str, backend: str) -> nixl_agent:
+    check_release()
     config = nixl_agent_config(
-        enable_prog_thread=False, backends=[], sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        enable_prog_thread=False, backends=[], sync_mode=nixl_api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
     )
     try:
         agent = nixl_agent(f"{name}-{next(_unique)}", config)
