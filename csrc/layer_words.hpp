@@ -36,7 +36,7 @@ class LayerWords {
 
     // For a backend that runs in the calling thread: the layer's KV is in memory now. A store and a look at the clock.
     void bump(std::uint64_t step, std::size_t layer) {
-        bumped_ns_.at(layer) = monotonic_ns();
+        bumped_ns_.at(layer).store(monotonic_ns(), std::memory_order_relaxed);
         word(layer).store(step, std::memory_order_release);
     }
 
@@ -57,14 +57,16 @@ class LayerWords {
     }
 
     // When a ready layer was bumped; 0 where a device wrote the word.
-    std::int64_t bumped_ns(std::size_t layer) const { return bumped_ns_.at(layer); }
+    std::int64_t bumped_ns(std::size_t layer) const {
+        return bumped_ns_.at(layer).load(std::memory_order_relaxed);
+    }
 
   private:
     std::atomic_ref<std::uint64_t> word(std::size_t layer) const { return std::atomic_ref(words_[layer]); }
 
     std::vector<std::uint64_t> own_;
     std::uint64_t *words_;
-    std::vector<std::int64_t> bumped_ns_;
+    std::vector<std::atomic<std::int64_t>> bumped_ns_;  // the poller may look while a later step bumps
 };
 
 }  // namespace pd
