@@ -53,7 +53,7 @@ class Plan:
     Attributes:
         only: "ttft", "interference", "idle", "transfer", "profile", or nothing for all.
         reps: rounds of first-token times at every length.
-        ours_s: seconds for our first-token times; what the rounds leave goes to more of the longest length.
+        ours_s: seconds for our first-token times; what the rounds leave goes to more of the two longest.
         peers_s: the same for each of vLLM's own connectors.
         ours_extra: added to the connector's configuration on both our servers.
     """

@@ -37,8 +37,8 @@ def measure(
 ) -> None:
     """`reps` rounds of every length, after a warm-up round of each; a round asks every arm once.
 
-    What is left of `budget_s` seconds goes to further rounds of the longest length, whose differences are the smallest
-    part of what is timed. Ends early, with whole rounds, when the time is over.
+    What is left of `budget_s` seconds goes to further rounds of the two longest lengths, whose differences are the
+    smallest part of what is timed. Ends early, with whole rounds, when the time is over.
 
     Args:
         spare: arms that the further rounds leave out.
@@ -59,10 +59,11 @@ def measure(
 
 
 def rounds(lengths: Sequence[int], reps: int) -> Iterator[tuple[int, int]]:
-    """(round, prompt tokens), without an end: the warm-up is round -1; after `reps` rounds only the longest length."""
+    """(round, prompt tokens), without an end: the warm-up is round -1; after `reps` rounds only the longest two."""
     for rep in range(-1, reps):
         yield from ((rep, length) for length in lengths)
-    yield from ((rep, max(lengths)) for rep in itertools.count(reps))
+    for rep in itertools.count(reps):
+        yield from ((rep, length) for length in sorted(lengths)[-2:])
 
 
 def limit_cores(seconds: float) -> float:

@@ -29,6 +29,7 @@ BLOCKS = list(range(1, NUM_PAGES + 1))
 POSTING = "64 pages of each layer are posted"
 BARE_WAKE = "waking a thread that sleeps, no code of ours"
 TRANSFER = "0123456789abcdef" * 2
+WAKES_S = 30.0
 
 
 def measure() -> list[dict[str, Any]]:
@@ -73,16 +74,19 @@ def _worker(extra: Mapping[str, Any], size: Mapping[str, int]) -> Iterator[Worke
 
 def _wakes() -> list[float]:
     """Nanoseconds that waking a sleeping thread costs the caller, by an event file and nothing else."""
-    file = os.eventfd(0)
+    # A semaphore: a read takes one ring, also when the sleeper was late and two had come together.
+    file = os.eventfd(0, os.EFD_SEMAPHORE)
     overhead, samples = clock_ns(), list[float]()
-    sleeper = threading.Thread(target=lambda: [os.read(file, 8) for _ in range(NUM_STEPS)])
+    sleeper = threading.Thread(target=lambda: [os.read(file, 8) for _ in range(NUM_STEPS)], daemon=True)
     sleeper.start()
     for _ in range(NUM_STEPS):
         _compute(LAYER_S)
         start = time.perf_counter_ns()
         os.eventfd_write(file, 1)
         samples.append(time.perf_counter_ns() - start - overhead)
-    sleeper.join()
+    sleeper.join(WAKES_S)
+    if sleeper.is_alive():
+        raise RuntimeError(f"the sleeper still waits for a ring after {WAKES_S:g} s")
     os.close(file)
     return samples
 

@@ -3,7 +3,7 @@
 One process writes four layers to another one, pages in random order: through the layer hooks, the writer and the
 transport, and by plain NIXL calls from a bare loop; in turn, over the same memory. UCX takes its transports from the
 environment (`UCX_TLS=tcp`); without it, it copies by shared memory. Each side has a core of its own, and the receiving
-side does nothing but drive its transport.
+side does nothing but drive its transport. Our model thread sleeps until the writes should be over.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ PAGE_BYTES = 32_768
 LAYER_MIB = (1, 4, 16, 64)
 NUM_BLOCKS = max(LAYER_MIB) * (1 << 20) // PAGE_BYTES + 1
 REPS = 15
+SLOWEST = 1 << 30  # bytes a second that any of the carriers manages
 
 
 class RawWriter:
@@ -105,6 +106,7 @@ def _write_ours(
     for name in prefiller.names:
         half.layer_done(name)
     half.end_step()
+    time.sleep(len(blocks) * PAGE_BYTES * NUM_LAYERS / SLOWEST)  # else waiting would take its core from the writer
     half.handle_preemptions([transfer])  # waits until nothing of it is in flight
     elapsed = transport.done_at - start
     prefiller.close(transfer)
