@@ -17,7 +17,7 @@ check: setup
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 
-bench: setup      ## every figure with its bar, 35 minutes
+bench: setup      ## every figure with its bar, 30 minutes
 	.venv/bin/python -m benchmarks
 
 faults: setup ## real servers under faults, half an hour
