@@ -79,10 +79,21 @@ def make_key(path: Path) -> ControlKey:
 
 
 def ask(
-    *endpoints: str, generation: str = GENERATION, key: ControlKey | None = None, timeout_s: float = 5.0
+    *endpoints: str,
+    generation: str = GENERATION,
+    key: ControlKey | None = None,
+    timeout_s: float = 5.0,
+    url: str = "",
+    has_hung_up: bool = False,
 ) -> FenceOutcome:
     controls = [ControlEndpoint(endpoint=e, generation=generation) for e in endpoints]
-    return with_client(key, lambda client: client.ask(controls, TRANSFER, timeout_s))
+
+    def question(client: FenceClient) -> Awaitable[FenceOutcome]:
+        if has_hung_up:
+            client.hung_up(controls)
+        return client.ask(controls, TRANSFER, timeout_s, url)
+
+    return with_client(key, question)
 
 
 def inquire(*endpoints: str, generation: str = GENERATION, timeout_s: float = 5.0) -> TransferOutlook:
@@ -121,8 +132,38 @@ def test_every_rank_has_to_be_quiet(serve: Open, handler: Handler) -> None:
     gone = FenceServer("127.0.0.1", 0, generation=GENERATION, key=None, on_fence=handler, on_inquiry=handler.inquire)
     gone.start()
     gone.close()
-    outcome = ask(first.endpoint, gone.endpoint, timeout_s=0.5)
+    outcome = ask(first.endpoint, gone.endpoint, timeout_s=0.5, has_hung_up=True)
     assert (outcome.is_quiet, outcome.is_dead) == (False, True)
+
+
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_refusal_counts_only_if_the_host_shows_that_it_is_the_one_that_refuses() -> None:
+    """Law 1: where a link is down a router may refuse for a prefiller that lives and still writes."""
+    rank = f"tcp://127.0.0.1:{closed_port()}"
+    by_whom = ask(rank, url=f"http://10.0.0.7:{closed_port()}")
+    assert (by_whom.is_quiet, by_whom.is_dead) == (False, False)
+    assert "nobody listens there any more; but nothing shows" in by_whom.reason
+    assert ask(rank, has_hung_up=True).is_dead
+    with socket.socket() as api_server:
+        api_server.bind(("127.0.0.1", 0))
+        api_server.listen()
+        assert ask(rank, url=f"http://localhost:{api_server.getsockname()[1]}").is_dead
+
+
+def test_another_prefiller_that_hung_up_proves_nothing() -> None:
+    rank = ControlEndpoint(endpoint=f"tcp://127.0.0.1:{closed_port()}", generation=GENERATION)
+    other = ControlEndpoint(endpoint=rank.endpoint, generation=OTHER)
+
+    def question(client: FenceClient) -> Awaitable[FenceOutcome]:
+        client.hung_up([other])
+        return client.ask([rank], TRANSFER, 1.0)
+
+    assert not with_client(None, question).is_dead
 
 
 def test_a_rank_that_does_not_answer_is_neither_quiet_nor_dead(serve: Open, handler: Handler) -> None:

@@ -21,7 +21,7 @@ from vllm_pd_connector.config import PDConfig
 from vllm_pd_connector.control.fence_client import FenceClient, FenceOutcome
 from vllm_pd_connector.control.keys import ControlKey
 from vllm_pd_connector.control.pool import Prefiller, PrefillerPool
-from vllm_pd_connector.control.prefiller_client import NotTaken, PrefillerClient, ShuttingDown
+from vllm_pd_connector.control.prefiller_client import NotTaken, PrefillerClient, ShuttingDown, is_hang_up
 from vllm_pd_connector.errors import PDConnectorError, PeerLost, ProtocolError
 from vllm_pd_connector.lifecycle import backoff
 from vllm_pd_connector.lifecycle.decode_request import DecodeEvent
@@ -89,6 +89,7 @@ class _Sent:
 
     task: asyncio.Task[None] | None = None
     hello: HelloReply | None = None
+    url: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -267,6 +268,7 @@ class Dispatcher:
             raise NotTaken(f"{prefiller.outstanding} requests of this decoder are there already", is_busy=True)
         transfer_id = order.reservation.transfer_id
         sent.hello = hello = prefiller.hello
+        sent.url = prefiller.url
         self._timeline.mark(transfer_id, "dispatched", prefiller=prefiller.url)
         prefiller.outstanding += 1
         try:
@@ -278,6 +280,8 @@ class Dispatcher:
                 self._pool.lose(prefiller, hello, str(error))
             raise
         except (PDConnectorError, aiohttp.ClientError, OSError) as error:
+            if is_hang_up(error) and self._fences is not None:
+                self._fences.hung_up(hello.controls)
             if isinstance(error, ShuttingDown) or not isinstance(error, PDConnectorError):
                 self._pool.lose(prefiller, hello, f"{type(error).__name__}: {error}")
             reason = f"{prefiller.url}: {type(error).__name__}: {error}"
@@ -368,7 +372,7 @@ class Dispatcher:
         if sent is None or sent.hello is None or self._fences is None:
             self._tell(transfer_id, FenceOutcome(is_quiet=True))
             return
-        outcome = await self._fences.ask(sent.hello.controls, transfer_id, self._config.fence_s)
+        outcome = await self._fences.ask(sent.hello.controls, transfer_id, self._config.fence_s, sent.url)
         self._tell(transfer_id, outcome)
         pause_s = ASK_AGAIN_S
         while not (outcome.is_quiet or outcome.is_dead):
@@ -376,7 +380,7 @@ class Dispatcher:
             pause_s = min(2 * pause_s, MAX_ASK_AGAIN_S)
             if transfer_id not in self._asked:
                 return
-            outcome = await self._fences.ask(sent.hello.controls, transfer_id, self._config.fence_s)
+            outcome = await self._fences.ask(sent.hello.controls, transfer_id, self._config.fence_s, sent.url)
             if outcome.is_quiet or outcome.is_dead:
                 self._tell(transfer_id, outcome)
 

@@ -15,7 +15,9 @@ from vllm_pd_connector.wire.messages import Control, ControlEndpoint, Fence, Inq
 PROBE_S = 1.0
 """Seconds to wait for a connection that only shows whether anybody listens."""
 
-MARGIN_S = 2 * PROBE_S + 1.0
+HTTP_PORT = 80
+
+MARGIN_S = 3 * PROBE_S + 1.0
 """Seconds beyond its time-out within which `FenceClient.ask` has answered for certain."""
 
 
@@ -35,7 +37,7 @@ class TransferOutlook:
     Attributes:
         is_over: no rank will write more of it.
         error: why its pages will not all come; empty if they may.
-        is_gone: because the process of a rank is gone for certain.
+        is_gone: because a rank's process is, as far as a refused connection shows.
     """
 
     is_over: bool
@@ -45,25 +47,45 @@ class TransferOutlook:
 
 @dataclass(frozen=True, slots=True)
 class _NoAnswer:
-    """`is_gone`: the process that was asked is gone for certain."""
+    """`is_refused`: so were connections. The process is gone, if it was its own host that refused."""
 
     reason: str
-    is_gone: bool = False
+    is_refused: bool = False
 
     def __str__(self) -> str:
         return self.reason
 
 
 class FenceClient:
-    """owned by: the dispatcher's event loop."""
+    """owned by: the dispatcher's event loop.
+
+    A refused connection alone proves nothing: where a link is down, packets may take another way, to a router or
+    firewall that refuses for a host that lives (seen with `scripts/faults cut-network`; pages were given back, and
+    written). It counts when the host shows that it is the one that refuses: its API server takes a connection, or has
+    ended one.
+    """
 
     def __init__(self, key: ControlKey | None) -> None:
         self._key = key
         self._context = zmq.asyncio.Context()
+        self._hung_up: set[str] = set()
 
-    async def ask(self, controls: list[ControlEndpoint], transfer_id: str, timeout_s: float) -> FenceOutcome:
-        """Quiet when every rank says so within `timeout_s`; dead when every rank that did not is certainly gone."""
-        asked = (self._fence(c.endpoint, Fence(transfer_id, c.generation), timeout_s) for c in controls)
+    def hung_up(self, controls: list[ControlEndpoint]) -> None:
+        """A prefiller has ended a connection of ours: what is refused at its addresses from now on is gone."""
+        self._hung_up.update(control.generation for control in controls)
+
+    async def ask(
+        self, controls: list[ControlEndpoint], transfer_id: str, timeout_s: float, url: str = ""
+    ) -> FenceOutcome:
+        """Quiet when every rank says so within `timeout_s`; dead when every rank that did not is certainly gone.
+
+        Args:
+            controls: of every rank.
+            transfer_id: to be stopped.
+            timeout_s: for each answer.
+            url: the prefiller's API server.
+        """
+        asked = (self._fence(control, transfer_id, timeout_s, url) for control in controls)
         troubled = [o for o in await asyncio.gather(*asked) if not o.is_quiet]
         if not troubled:
             return FenceOutcome(is_quiet=True)
@@ -76,22 +98,27 @@ class FenceClient:
         for control, answer in zip(controls, answers, strict=True):
             if isinstance(answer, Standing) and answer.error:
                 return TransferOutlook(is_over=True, error=answer.error)
-            if _is_gone(answer):
+            if _is_other(answer) or (isinstance(answer, _NoAnswer) and answer.is_refused):
                 return TransferOutlook(is_over=True, error=f"{control.endpoint} is gone", is_gone=True)
         return TransferOutlook(is_over=all(isinstance(a, Standing) and a.is_over for a in answers))
 
-    async def _fence(self, endpoint: str, fence: Fence, timeout_s: float) -> FenceOutcome:
-        answer = await self._exchange(endpoint, fence, timeout_s)
+    async def _fence(self, control: ControlEndpoint, transfer_id: str, timeout_s: float, url: str) -> FenceOutcome:
+        endpoint = control.endpoint
+        answer = await self._exchange(endpoint, Fence(transfer_id, control.generation), timeout_s)
         if isinstance(answer, Quiet):
             # It posts nothing more; only what a failed write had on the wire is left, as of a dead process.
             reason = "" if answer.is_clean else f"{endpoint}: a write failed and may still land"
             return FenceOutcome(is_quiet=answer.is_clean, is_dead=not answer.is_clean, reason=reason)
-        return FenceOutcome(is_quiet=False, is_dead=_is_gone(answer), reason=f"{endpoint}: {answer}")
+        is_dead, reason = _is_other(answer), f"{endpoint}: {answer}"
+        if isinstance(answer, _NoAnswer) and answer.is_refused:
+            is_dead = control.generation in self._hung_up or await self._is_up(endpoint, url)
+            reason += "" if is_dead else "; but nothing shows that its own host says so, and it may live behind a cut"
+        return FenceOutcome(is_quiet=False, is_dead=is_dead, reason=reason)
 
     async def _exchange(self, endpoint: str, question: Fence | Inquiry, timeout_s: float) -> Control | _NoAnswer:
         """A rank's answer about the transfer asked for, or why there is none."""
         if await self._is_refused(endpoint):
-            return _NoAnswer("nobody listens there any more", is_gone=True)
+            return _NoAnswer("nobody listens there any more", is_refused=True)
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_CONTROL_BYTES)
@@ -105,8 +132,9 @@ class FenceClient:
                 raise ProtocolError(f"{answer} does not answer {question}")
             return answer
         except TimeoutError:
-            is_gone = await self._is_refused(endpoint)
-            return _NoAnswer("it died while it was asked" if is_gone else f"no answer in {timeout_s:g} s", is_gone)
+            is_refused = await self._is_refused(endpoint)
+            reason = "nobody listens there since it was asked" if is_refused else f"no answer in {timeout_s:g} s"
+            return _NoAnswer(reason, is_refused)
         except (ProtocolError, zmq.ZMQError) as error:
             return _NoAnswer(str(error))
         finally:
@@ -125,10 +153,20 @@ class FenceClient:
         writer.close()
         return False
 
+    async def _is_up(self, endpoint: str, url: str) -> bool:
+        """Whether the host of an endpoint takes connections for its API server."""
+        try:
+            host, port = urlsplit(endpoint).hostname, urlsplit(url).port
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host, port or HTTP_PORT), PROBE_S)
+        except (OSError, TimeoutError, ValueError):
+            return False
+        writer.close()
+        return True
+
     def close(self) -> None:
         self._context.destroy(linger=0)
 
 
-def _is_gone(answer: Control | _NoAnswer) -> bool:
+def _is_other(answer: Control | _NoAnswer) -> bool:
     """A refusal that names the transfer comes from another generation: whoever could write is gone."""
-    return answer.is_gone if isinstance(answer, _NoAnswer) else isinstance(answer, Refused)
+    return isinstance(answer, Refused)

@@ -1,5 +1,6 @@
 """HTTP to prefillers: one long-lived session, vLLM's own completions endpoint, our messages in `kv_transfer_params`."""
 
+import errno
 import json
 import ssl
 from pathlib import Path
@@ -19,6 +20,8 @@ BUSY_STATUSES = frozenset({429, 503})
 
 MAX_ANSWER_BYTES = 16 << 20
 """More is not read. The greeting of 1,024 ranks has 0.1 MiB."""
+
+HANG_UPS = frozenset({errno.ECONNRESET, errno.EPIPE})
 
 KEEPALIVE_S = 3.0
 """Idle connections are dropped before vLLM's server drops them (5 s), so that none breaks as it is reused."""
@@ -44,7 +47,15 @@ class NotTaken(Exception):
 
 class ShuttingDown(PeerLost):
     """vLLM aborted the prefill itself, which it does when it shuts down: to new requests and, without
-    `--shutdown-timeout`, to running ones."""
+    `--shutdown-timeout`, to running ones.
+
+    Attributes:
+        is_own_word: it said so; else nobody listens where its ranks did.
+    """
+
+    def __init__(self, reason: str, *, is_own_word: bool = False) -> None:
+        super().__init__(reason)
+        self.is_own_word = is_own_word
 
 
 class PrefillerClient:
@@ -136,8 +147,15 @@ class PrefillerClient:
         if not isinstance(answer, dict):
             answer = {}
         if answer.get("kv_transfer_params") is None and _was_aborted(answer):
-            raise ShuttingDown("it aborted the request; it is shutting down")
+            raise ShuttingDown("it aborted the request; it is shutting down", is_own_word=True)
         return parse_reply(answer.get("kv_transfer_params"))
+
+
+def is_hang_up(error: Exception) -> bool:
+    """Whether the prefiller itself has ended the exchange, and not something on the way given up."""
+    if isinstance(error, ShuttingDown):
+        return error.is_own_word
+    return isinstance(error, aiohttp.ServerDisconnectedError) or getattr(error, "errno", None) in HANG_UPS
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:

@@ -257,6 +257,7 @@ class SimulatedFenceClient(FenceClient):
 
     def __init__(self, *, thread: Thread, network: Network) -> None:
         self._key = None
+        self._hung_up: set[str] = set()
         self._process = thread.process
         self._network = network
         self._context = SimpleNamespace(  # type: ignore[assignment]
@@ -267,6 +268,9 @@ class SimulatedFenceClient(FenceClient):
         cut = self._network.is_cut(self._process.name, _host(endpoint))
         await asyncio.sleep(PROBE_S if cut else 2 * self._network.latency())
         return not cut and endpoint not in self._network.controls
+
+    async def _is_up(self, endpoint: str, url: str) -> bool:
+        return True  # nothing but a process's own host refuses here
 
 
 class SimulatedFenceServer(FenceServer):
