@@ -14,6 +14,7 @@ from server_tier.fake_prefiller import FakePrefiller, Reply, fake_prefiller
 
 from vllm_pd_connector.config import parse
 from vllm_pd_connector.control.dispatcher import Dispatch, Dispatcher, DispatchOutcome, FenceResult
+from vllm_pd_connector.control.fence_client import FenceClient
 from vllm_pd_connector.control.fence_server import Answer, FenceServer
 from vllm_pd_connector.control.prefiller_client import MAX_ANSWER_BYTES
 from vllm_pd_connector.lifecycle.decode_request import DecodeEvent
@@ -478,6 +479,31 @@ def test_a_prefiller_that_does_not_answer_a_fence_is_asked_again(
     (result,) = [e for e in _events(dispatcher) if isinstance(e, FenceResult)]
     assert result.is_quiet
     assert rank.num_fences >= 2
+
+
+@pytest.mark.parametrize("has_hung_up", [True, False])
+def test_only_what_the_prefiller_ends_itself_shows_that_it_is_dead(
+    start: Open, fakes: list[FakePrefiller], rank: Rank, monkeypatch: pytest.MonkeyPatch, has_hung_up: bool
+) -> None:
+    """Law 1: everything is refused, as behind a cut with a router that refuses what it does not know."""
+
+    async def nobody(_self: FenceClient, _endpoint: str, _url: str) -> bool:
+        return False
+
+    monkeypatch.setattr(FenceClient, "_is_up", nobody)
+    monkeypatch.setattr("vllm_pd_connector.control.dispatcher.LOOK_PAUSE_S", 0.1)
+    dispatcher = start()
+    never = threading.Event()
+    fakes[0].first = [Reply(0, b"", wait_for=None if has_hung_up else never)]
+    send(dispatcher, fakes)
+    until(lambda: fakes[0].num_dispatches >= 1, 5, "it is sent")
+    rank.stop()
+    (outcome,) = wait(dispatcher)
+    assert outcome.event is DecodeEvent.FAILED
+    dispatcher.fence(TRANSFER)
+    (result,) = [e for e in _events(dispatcher) if isinstance(e, FenceResult)]
+    assert (result.is_quiet, result.is_dead) == (False, has_hung_up)
+    never.set()
 
 
 def test_nobody_is_asked_again_about_pages_that_are_back(start: Open, fakes: list[FakePrefiller], rank: Rank) -> None:
