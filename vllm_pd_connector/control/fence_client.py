@@ -63,11 +63,15 @@ class FenceClient:
     firewall that refuses for a host that lives (seen with `scripts/faults cut-network`; pages were given back, and
     written). It counts when the host shows that it is the one that refuses: its API server takes a connection, or has
     ended one.
+
+    Args:
+        key: of the control channel.
+        context: opens its sockets; None: a new one of ZMQ's.
     """
 
-    def __init__(self, key: ControlKey | None) -> None:
+    def __init__(self, key: ControlKey | None, context: zmq.asyncio.Context | None = None) -> None:
         self._key = key
-        self._context = zmq.asyncio.Context()
+        self._context = context or zmq.asyncio.Context()
         self._hung_up: set[str] = set()
 
     def hung_up(self, controls: list[ControlEndpoint]) -> None:
@@ -98,7 +102,7 @@ class FenceClient:
         for control, answer in zip(controls, answers, strict=True):
             if isinstance(answer, Standing) and answer.error:
                 return TransferOutlook(is_over=True, error=answer.error)
-            if _is_other(answer) or (isinstance(answer, _NoAnswer) and answer.is_refused):
+            if isinstance(answer, Refused) or (isinstance(answer, _NoAnswer) and answer.is_refused):
                 return TransferOutlook(is_over=True, error=f"{control.endpoint} is gone", is_gone=True)
         return TransferOutlook(is_over=all(isinstance(a, Standing) and a.is_over for a in answers))
 
@@ -109,7 +113,8 @@ class FenceClient:
             # It posts nothing more; only what a failed write had on the wire is left, as of a dead process.
             reason = "" if answer.is_clean else f"{endpoint}: a write failed and may still land"
             return FenceOutcome(is_quiet=answer.is_clean, is_dead=not answer.is_clean, reason=reason)
-        is_dead, reason = _is_other(answer), f"{endpoint}: {answer}"
+        # A refusal that names the transfer comes from another generation: whoever could write is gone.
+        is_dead, reason = isinstance(answer, Refused), f"{endpoint}: {answer}"
         if isinstance(answer, _NoAnswer) and answer.is_refused:
             is_dead = control.generation in self._hung_up or await self._is_up(endpoint, url)
             reason += "" if is_dead else "; but nothing shows that its own host says so, and it may live behind a cut"
@@ -145,28 +150,30 @@ class FenceClient:
         """ZMQ hides a refused connection behind its retries, and a refusal is how a dead process shows."""
         try:
             parts = urlsplit(endpoint)
-            _, writer = await asyncio.wait_for(asyncio.open_connection(parts.hostname, parts.port), PROBE_S)
+            await _connect(parts.hostname, parts.port)
         except ConnectionRefusedError:
             return True
         except (OSError, TimeoutError, ValueError):  # the last: no address, which ZMQ then refuses
             return False
-        writer.close()
         return False
 
     async def _is_up(self, endpoint: str, url: str) -> bool:
         """Whether the host of an endpoint takes connections for its API server."""
         try:
-            host, port = urlsplit(endpoint).hostname, urlsplit(url).port
-            _, writer = await asyncio.wait_for(asyncio.open_connection(host, port or HTTP_PORT), PROBE_S)
+            await _connect(urlsplit(endpoint).hostname, urlsplit(url).port or HTTP_PORT)
         except (OSError, TimeoutError, ValueError):
             return False
-        writer.close()
         return True
 
     def close(self) -> None:
         self._context.destroy(linger=0)
 
 
-def _is_other(answer: Control | _NoAnswer) -> bool:
-    """A refusal that names the transfer comes from another generation: whoever could write is gone."""
-    return isinstance(answer, Refused)
+async def _connect(host: str | None, port: int | None) -> None:
+    """Open a connection and close it.
+
+    Raises:
+        OSError, TimeoutError: there is none to be had, within `PROBE_S`.
+    """
+    _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), PROBE_S)
+    writer.close()

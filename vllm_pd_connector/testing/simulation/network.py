@@ -256,13 +256,10 @@ class SimulatedFenceClient(FenceClient):
     """The real client on simulated sockets."""
 
     def __init__(self, *, thread: Thread, network: Network) -> None:
-        self._key = None
-        self._hung_up: set[str] = set()
+        sockets = SimpleNamespace(socket=lambda kind: _Dealer(thread, network), destroy=lambda linger: None)
+        super().__init__(None, context=sockets)  # type: ignore[arg-type]
         self._process = thread.process
         self._network = network
-        self._context = SimpleNamespace(  # type: ignore[assignment]
-            socket=lambda kind: _Dealer(thread, network), destroy=lambda linger: None
-        )
 
     async def _is_refused(self, endpoint: str) -> bool:  # type: ignore[override]
         cut = self._network.is_cut(self._process.name, _host(endpoint))
