@@ -22,7 +22,7 @@ def test_an_older_release_is_refused_with_what_to_install(monkeypatch: pytest.Mo
         nixl.NixlTransport("old")
 
 
-@pytest.mark.parametrize("found", ["1.5.0", "1.5.0rc1", "1.10.0", "2.0.0"])
+@pytest.mark.parametrize("found", ["1.5.0", "1.5.0rc1", "1.6rc1", "1.10.0", "2.0.0"])
 def test_a_newer_one_is_not(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
     monkeypatch.setattr(nixl, "version", lambda _package: found)
     nixl.check_release()

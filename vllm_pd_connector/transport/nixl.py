@@ -7,6 +7,7 @@ polls, because NIXL sends a write's notification from that poll and nowhere else
 import ctypes
 import itertools
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -223,7 +224,7 @@ def check_release() -> None:
         found = version(package)
     except PackageNotFoundError:
         return  # built from source: the first agent shows what it can do
-    if tuple(int(part) for part in found.split(".")[:2]) < MIN_NIXL:
+    if tuple(map(int, re.findall(r"\d+", found)[:2])) < MIN_NIXL:
         least = ".".join(map(str, MIN_NIXL))
         raise UnsupportedEngine(
             f"{package} {found} is installed; this vllm_pd_connector needs NIXL {least} or newer: "
