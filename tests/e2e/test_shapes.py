@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 from server_tier.ask import Answer, Score, ask, at_once, fresh_salt, until
 from server_tier.fixtures import FLOAT32_TIE, FLOAT32_TOLERANCE, SUMMARY, note_score
-from server_tier.probe import Since, wait_quiet
+from server_tier.probe import Since, failures, wait_quiet
 from server_tier.prompts import RANDOM, names
 from server_tier.reference import Reference
 from server_tier.shape_sets import LLAMA, ROWS, Row
@@ -66,7 +66,7 @@ def test_shapes(request: pytest.FixtureRequest, stage: Stage, references: dict[s
         f"{descriptors / max(1, pages):.3g} descriptors for each of {pages:,} pages"
     )
     note_score(score)
-    assert arrived("dispatched", "released", "failed") == [len(moved), len(moved), 0]
+    assert arrived("dispatched", "released", "failed") == [len(moved), len(moved), 0], failures(decoder)
     seen, verified, mismatched = arrived("pages_arrived", "pages_verified", "pages_mismatched")
     assert (seen, verified, mismatched) == (pages, 0 if row.is_native else pages, 0)
     assert prefiller.count_log("event=native_posting_on") == row.is_native

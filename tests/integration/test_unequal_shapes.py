@@ -168,6 +168,40 @@ def step_of(span: Span, wanted: Span, cluster: Cluster, table: list[int], blocks
     )
 
 
+@pytest.mark.parametrize(("first", "is_wrong"), [(TOKENS, False), (TOKENS - 1, True)], ids=["behind", "last"])
+@pytest.mark.parametrize(("src", "dst"), PAIRS.values(), ids=list(PAIRS))
+def test_digests_are_of_the_prompt_and_not_of_what_a_drafter_writes_behind_it(
+    src: CacheGeometry, dst: CacheGeometry, first: int, is_wrong: bool
+) -> None:
+    """A drafter that guesses several tokens passes its layer more than once in a step, and the first pass announces it.
+
+    Args:
+        first: token whose bytes, and those of the tokens after it, change between post and copy.
+        is_wrong: it is one of the prompt's.
+    """
+    cluster = Cluster(src=src, dst=dst, verify=True, polls_per_write=3)
+    wanted = wanted_span(num_tokens=TOKENS, local_tokens=0)
+    table = [9, 3, 1, 7, 5, 2][: -(-TOKENS // src.block_size)]
+    blocks = [13, 2, 8, 4, 11, 6][: len(wanted.pages(dst.block_size))]
+    for rank in cluster.prefillers:
+        fill(rank, [table])
+    cluster.expect(spans=[wanted])
+    cluster.begin(blocks=blocks)
+    for signal in cluster.start_chunks(step_of(wanted, wanted, cluster, table, blocks)):
+        signal.finish()
+    for rank in cluster.prefillers:
+        rank.turn()
+        page = src.page(rank.rank.tp_rank)
+        _, token = kv_bytes(page, 0, [len(table) - 1], [0])
+        rank.kv.pages()[:, table[-1]] ^= np.where(token[0] >= first, 255, 0).astype(np.uint8)
+    cluster.settle()
+    for rank in cluster.decoders:
+        counts = rank.tally.take()
+        assert counts["pages_verified"] + counts.get("pages_mismatched", 0) == counts["pages_arrived"]
+        assert ("pages_mismatched" in counts) == is_wrong
+        assert (list(rank.receiver.finished) == ["req-a"]) == (not is_wrong)
+
+
 def test_replicas_that_nobody_needs_report_and_go_quiet_all_the_same() -> None:
     """With one wanted page only one of four ranks that hold the same head has anything to send."""
     cluster = Cluster(src=geometry(4, heads=1), dst=geometry(1, heads=1))

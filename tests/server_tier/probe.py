@@ -48,6 +48,11 @@ class Since:
         until(lambda: self._server.metrics().get(name, 0) - base >= value, deadline_s, f"{name} >= {value}")
 
 
+def failures(server: Server) -> str:
+    """Why remote prefills of a decoder failed, a line each; to be shown by an assertion that none did."""
+    return "\n".join(line for line in server.log_text().splitlines() if "event=remote_prefill_failed" in line)
+
+
 def held(server: Server) -> dict[str, float]:
     """Gauges of pages that are kept for somebody; empty when there are none."""
     now = counts(server)

@@ -1,22 +1,20 @@
 """`verify_pages`: digests of the parts of pages a write carries, made by the sender and compared by the receiver."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.page_table import PageTable
 from vllm_pd_connector.plan.route import Route
-from vllm_pd_connector.plan.write import BoundWrite, PieceNumbers
+from vllm_pd_connector.plan.write import BoundWrite, GroupWrite, PieceNumbers, partial_granules
 from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.wire.messages import WriteNote
 
 DIGEST_BYTES = 8
 
-Pieces = tuple[tuple[int, int], ...]
 
-
-def digest(page: bytes, pieces: Pieces) -> bytes:
+def digest(page: bytes, pieces: Iterable[tuple[int, int]]) -> bytes:
     """The digest of some (offset, length) pieces of a page."""
     made = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for offset, length in pieces:
@@ -24,19 +22,38 @@ def digest(page: bytes, pieces: Pieces) -> bytes:
     return made.digest()
 
 
-def signature(transport: Transport, bound: BoundWrite, route: Route, src: PageTable, dst: PageTable) -> dict[str, Any]:
-    """The fields of a `WriteNote` that let the receiver compare what it got."""
-    sources = [
-        digest(transport.read_page(layer, block), route.src_spot(spot))
-        for layer, block, spot in _parts(bound.src_pieces, route, src)
-    ]
-    layers, blocks, spots = (list(part) for part in zip(*_parts(bound.dst_pieces, route, dst), strict=True))
+def signature(
+    transport: Transport, bound: BoundWrite, groups: Sequence[GroupWrite], route: Route, src: PageTable, dst: PageTable
+) -> dict[str, Any]:
+    """The fields of a `WriteNote` that let the receiver compare what it got.
+
+    Only wanted tokens are compared: a drafter that guesses several tokens goes on writing into the last page, behind
+    the prompt, while that page is being sent.
+
+    Args:
+        transport: of the sender.
+        bound: the write, or some layers of it.
+        groups: the same in tokens, with all layers.
+        route: from sender to receiver.
+        src: the sender's pages.
+        dst: the receiver's pages.
+    """
+    ends = partial_granules(groups, route)
+    kinds = [(spot, route.granule) for spot in range(route.num_spots)]
+    kinds += sorted({(spot, num_tokens) for (_, spot), num_tokens in ends.items()})
+    runs = [route.common.runs(spot, num_tokens) for spot, num_tokens in kinds]
+    sources, spots = [], []
+    for layer, block, spot in _parts(bound.src_pieces, route, src):
+        kind = kinds.index((spot, ends.get((block, spot), route.granule)))
+        sources.append(digest(transport.read_page(layer, block), ((run.src, run.length) for run in runs[kind])))
+        spots.append(kind)
+    layers, blocks, _ = (list(part) for part in zip(*_parts(bound.dst_pieces, route, dst), strict=True))
     return {
         "digests": b"".join(sources),
         "layers": layers,
         "blocks": blocks,
         "spots": spots,
-        "pieces": [list(route.dst_spot(spot)) for spot in range(route.num_spots)],
+        "pieces": [[(run.dst, run.length) for run in kind] for kind in runs],
     }
 
 
@@ -61,7 +78,7 @@ def compare(transport: Transport, note: WriteNote, pages: PageTable) -> list[tup
         raise ProtocolError("the digests do not fit the pages they are said to be of")
     expected = [note.digests[start : start + DIGEST_BYTES] for start in range(0, len(note.digests), DIGEST_BYTES)]
     return [
-        (layer, block, digest(transport.read_page(layer, block), tuple(note.pieces[spot])) == want)
+        (layer, block, digest(transport.read_page(layer, block), note.pieces[spot]) == want)
         for layer, block, spot, want in zip(note.layers, note.blocks, note.spots, expected, strict=True)
     ]
 

@@ -43,6 +43,7 @@ class PreparedWrite:
     """A write to one decoder rank, from when it is made until it is over.
 
     Attributes:
+        planned: what it is a part of.
         note: what the rank is told with it.
         is_armed: a native thread posts it.
         posted_at: seconds on the writer's clock; None before.
@@ -52,6 +53,7 @@ class PreparedWrite:
     outgoing: Outgoing
     link: Link
     handle: Any
+    planned: PlannedWrite
     bound: BoundWrite
     layers: list[int]
     note: WriteNote
@@ -156,7 +158,7 @@ class Posting:
         )
         handle = self._transport.prepare_write(link.lane, bound, encode(note))
         outgoing.num_in_flight += 1
-        write = PreparedWrite(outgoing, link, handle, bound, list(layers), note)
+        write = PreparedWrite(outgoing, link, handle, planned, bound, list(layers), note)
         self._writes.append(write)
         self._grain.posting.add(write.num_bytes, self._cpu_clock() - started)
         return write
@@ -213,13 +215,10 @@ class Posting:
         return join(parts) if parts else None
 
     def _signed(self, write: PreparedWrite) -> bytes:
-        """Its note with a digest of each page."""
+        """Its note with digests."""
         link = write.link
-        return encode(
-            msgspec.structs.replace(
-                write.note, **signature(self._transport, write.bound, link.route, self._pages, link.peer.pages)
-            )
-        )
+        fields = signature(self._transport, write.bound, write.planned.groups, link.route, self._pages, link.peer.pages)
+        return encode(msgspec.structs.replace(write.note, **fields))
 
     def _complain_if_stuck(self, write: PreparedWrite, status: WriteStatus) -> None:
         """Once: no bound of ours ends this wait (law 2 before law 8)."""

@@ -75,6 +75,12 @@ class PageShape:
         """Whether each token's slot of a head is contiguous, so that it can be found in either layout."""
         return len(self.planes) == 1 and self.planes[0].rows == 1
 
+    @property
+    def tells_tokens_apart(self) -> bool:
+        """Whether it is known which of a block's bytes belong to which of its tokens."""
+        known = self.is_linear or (bool(self.planes) and self.layout is PageLayout.HND)
+        return known and self.kernel_blocks == 1
+
     def slot_offset(self, head: int, token: int) -> int:
         """Where the slot of (head, token) begins; only for linear pages."""
         if self.layout is PageLayout.HND:

@@ -55,6 +55,16 @@ class ChunkWrite:
         return max((len(group.src_blocks) for group in self.groups), default=0)
 
 
+def partial_granules(groups: Iterable[GroupWrite], route: Route) -> dict[tuple[int, int], int]:
+    """Wanted tokens of each group's last granule, by (source block, spot), where it holds others as well."""
+    ends: dict[tuple[int, int], int] = {}
+    for group in groups:
+        position, num_tokens = divmod(group.span.stop, route.granule)
+        if len(group.span) and num_tokens:
+            ends[int(group.src_blocks[-1]), position % route.num_spots] = num_tokens
+    return ends
+
+
 def layer_bytes(writes: Iterable[ChunkWrite], page_bytes: int) -> int:
     """Bytes that one layer of a step makes ready, over all its transfers; of the group with most pages."""
     return page_bytes * sum(write.max_pages for write in writes)
