@@ -23,10 +23,9 @@ from vllm_pd_connector.config import PDConfig
 from vllm_pd_connector.control.fence_server import FenceServer
 from vllm_pd_connector.control.keys import load_key, write_key
 from vllm_pd_connector.control.prefiller_client import MAX_ANSWER_BYTES
-from vllm_pd_connector.doctor import probe
+from vllm_pd_connector.doctor import probe, trial
 from vllm_pd_connector.doctor.finding import Finding, State, failed, ok
 from vllm_pd_connector.doctor.servers import Rounds
-from vllm_pd_connector.doctor.trial import try_write
 from vllm_pd_connector.kernels import native
 from vllm_pd_connector.testing.machine import HOST, free_ports
 from vllm_pd_connector.testing.shapes import some_shape
@@ -262,7 +261,7 @@ class TestTrialWrite:
     def write(self, *faults: ScriptedFault, polls: int = 1) -> Finding:
         fabric = MemoryFabric()
         src = ScriptedTransport(MemoryTransport(fabric, "s", polls), faults)
-        return try_write("w", src, MemoryTransport(fabric, "t"))
+        return trial.try_write("w", src, MemoryTransport(fabric, "t"))
 
     def test_every_byte_is_compared(self) -> None:
         assert self.write(polls=3) == ok("w", "4 MiB of host memory, every byte and the note arrived")
@@ -298,6 +297,16 @@ class TestProbe:
         (found,) = run("trial", "w", *args).findings
         assert found.state is State.FAILED
         assert named in found.seen
+
+    def test_a_nixl_that_is_too_old_is_no_question_of_the_backend(
+        self, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+    ) -> None:
+        monkeypatch.setattr("vllm_pd_connector.transport.nixl.version", lambda _package: "1.4.1")
+        trial.main("w", "UCX")
+        (line,) = [line for line in capfdbinary.readouterr().out.splitlines() if line.startswith(probe.MARK)]
+        found = msgspec.json.decode(line.removeprefix(probe.MARK), type=Finding)
+        assert "1.4.1 is installed" in found.seen
+        assert "backend" not in found.advice
 
     def test_one_that_hangs_is_ended(self) -> None:
         (found,) = run("trial", "w", "UCX", limit_s=0.05).findings

@@ -19,7 +19,7 @@ from vllm_pd_connector.kernels import native
 from vllm_pd_connector.plan.write import BoundWrite
 from vllm_pd_connector.testing.buffers import KvBuffer
 from vllm_pd_connector.transport.base import Transport, WriteStatus, post_write
-from vllm_pd_connector.transport.nixl import NixlTransport
+from vllm_pd_connector.transport.nixl import NixlTransport, check_release
 
 PAGES, PAGE_BYTES = 64, 1 << 16
 NOTE = b"doctor"
@@ -62,6 +62,11 @@ def try_native(transport: NixlTransport) -> Finding:
 
 
 def main(title: str, backend: str, *devices: str) -> None:
+    try:
+        check_release()
+    except PDConnectorError as error:
+        report(failed(title, str(error), "Into vLLM's environment, on every machine of the pool."))
+        return
     try:
         src, dst = (NixlTransport(f"doctor-{side}", backend, devices) for side in ("src", "dst"))
         report(try_write(title, cast("Transport", src), cast("Transport", dst)))

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
+from packaging.version import Version
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
@@ -40,8 +41,7 @@ def check_version() -> str:
             found = version(name)
         except PackageNotFoundError:
             continue
-        numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
-        if MIN_VLLM <= numbers < END_VLLM:
+        if MIN_VLLM <= Version(found).release < END_VLLM:
             return found
         raise UnsupportedEngine(f"vLLM {found} is installed; this vllm_pd_connector supports vllm>=0.32,<0.34")
     raise UnsupportedEngine("vLLM is not installed; this vllm_pd_connector supports vllm>=0.32,<0.34")

@@ -7,7 +7,6 @@ polls, because NIXL sends a write's notification from that poll and nowhere else
 import ctypes
 import itertools
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 from nixl import _api as nixl_api
 from nixl._api import nixl_agent, nixl_agent_config, nixlBind
+from packaging.version import Version
 
 from vllm_pd_connector.errors import PeerLost, UnsupportedEngine
 from vllm_pd_connector.geometry.page_table import PageTable, PageView
@@ -224,7 +224,7 @@ def check_release() -> None:
         found = version(package)
     except PackageNotFoundError:
         return  # built from source: the first agent shows what it can do
-    if tuple(map(int, re.findall(r"\d+", found)[:2])) < MIN_NIXL:
+    if Version(found).release < MIN_NIXL:
         least = ".".join(map(str, MIN_NIXL))
         raise UnsupportedEngine(
             f"{package} {found} is installed; this vllm_pd_connector needs NIXL {least} or newer: "
