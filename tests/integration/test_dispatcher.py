@@ -1,6 +1,7 @@
 """The dispatcher against prefillers that only speak HTTP: who is tried, for how long, and what is reported."""
 
 import dataclasses
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,6 @@ from server_tier.fake_prefiller import FakePrefiller, Reply, fake_prefiller
 
 from vllm_pd_connector.config import parse
 from vllm_pd_connector.control.dispatcher import Dispatch, Dispatcher, DispatchOutcome, FenceResult
-from vllm_pd_connector.control.fence_client import FenceClient
 from vllm_pd_connector.control.fence_server import Answer, FenceServer
 from vllm_pd_connector.control.prefiller_client import MAX_ANSWER_BYTES
 from vllm_pd_connector.lifecycle.decode_request import DecodeEvent
@@ -481,29 +481,97 @@ def test_a_prefiller_that_does_not_answer_a_fence_is_asked_again(
     assert rank.num_fences >= 2
 
 
-@pytest.mark.parametrize("has_hung_up", [True, False])
-def test_only_what_the_prefiller_ends_itself_shows_that_it_is_dead(
-    start: Open, fakes: list[FakePrefiller], rank: Rank, monkeypatch: pytest.MonkeyPatch, has_hung_up: bool
+ABORTED = Reply.json({"choices": [{"text": "", "finish_reason": "abort"}]})
+SERVING = {"/version": lambda: Reply.json({"version": "0.32.0"})}
+OTHERS_PAGE = {"/version": lambda: Reply(200, b"<html>no such host</html>")}
+
+
+@pytest.mark.parametrize(
+    ("answer", "pages", "is_dead"),
+    [
+        pytest.param(Reply(0, b""), {}, True, id="it has ended the connection"),
+        pytest.param(Reply(500, b"{}"), {}, True, id="its engine has died"),
+        pytest.param(ABORTED, {}, True, id="it has aborted what ran"),
+        pytest.param(None, {}, False, id="behind a cut, with a router that refuses"),
+        pytest.param(None, OTHERS_PAGE, False, id="behind a cut, with a proxy that answers"),
+        pytest.param(None, SERVING, True, id="its API server goes on answering"),
+    ],
+)
+def test_a_refused_port_shows_a_death_only_with_a_sign_of_the_prefiller_itself(
+    start: Open,
+    fakes: list[FakePrefiller],
+    rank: Rank,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: Reply | None,
+    pages: dict[str, Any],
+    is_dead: bool,
 ) -> None:
-    """Law 1: everything is refused, as behind a cut with a router that refuses what it does not know."""
-
-    async def nobody(_self: FenceClient, _endpoint: str, _url: str) -> bool:
-        return False
-
-    monkeypatch.setattr(FenceClient, "_is_up", nobody)
+    """Law 1: what lives behind a cut may write on."""
     monkeypatch.setattr("vllm_pd_connector.control.dispatcher.LOOK_PAUSE_S", 0.1)
     dispatcher = start()
     never = threading.Event()
-    fakes[0].first = [Reply(0, b"", wait_for=None if has_hung_up else never)]
+    fakes[0].first = [answer or Reply(0, b"", wait_for=never)]
+    fakes[0].pages = pages
     send(dispatcher, fakes)
     until(lambda: fakes[0].num_dispatches >= 1, 5, "it is sent")
     rank.stop()
     (outcome,) = wait(dispatcher)
     assert outcome.event is DecodeEvent.FAILED
     dispatcher.fence(TRANSFER)
-    (result,) = [e for e in _events(dispatcher) if isinstance(e, FenceResult)]
-    assert (result.is_quiet, result.is_dead) == (False, has_hung_up)
+    results = [e for e in _events(dispatcher) if isinstance(e, FenceResult)]
+    if is_dead and not results[0].is_dead:  # it was asked before the end was seen
+        results = [e for e in _events(dispatcher) if isinstance(e, FenceResult)]
+    assert (results[-1].is_quiet, results[-1].is_dead) == (False, is_dead)
     never.set()
+
+
+@pytest.mark.parametrize("answer", [ABORTED, Reply(0, b"")], ids=["paused", "a proxy ended the connection"])
+def test_a_prefiller_that_goes_on_listening_has_not_ended(
+    start: Open, fakes: list[FakePrefiller], rank: Rank, monkeypatch: pytest.MonkeyPatch, answer: Reply
+) -> None:
+    """Law 1: what is refused a while later may be so by a router."""
+    monkeypatch.setattr("vllm_pd_connector.control.fence_client.END_S", 0.2)
+    dispatcher = start()
+    fakes[0].first = [answer]
+    send(dispatcher, fakes)
+    wait(dispatcher)
+    assert dispatcher._fences is not None
+    until(lambda: not dispatcher._fences._ending, 5, "it has looked long enough")
+    rank.stop()
+    dispatcher.fence(TRANSFER)
+    (result,) = [e for e in _events(dispatcher) if isinstance(e, FenceResult)]
+    assert (result.is_quiet, result.is_dead) == (False, False)
+
+
+def test_a_prefiller_whose_host_has_vanished_did_not_take_the_request(
+    start: Open, fakes: list[FakePrefiller], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was sent to it, so that there is nothing to be fenced."""
+    dispatcher = start(connect_timeout_s=0.2)
+    with ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(3):  # its queue is full, and the kernel says nothing to those who come now
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(silent.getsockname())
+        real = dispatcher._client.complete
+
+        async def complete(_url: str, *args: Any) -> Any:
+            return await real(f"http://127.0.0.1:{silent.getsockname()[1]}", *args)
+
+        monkeypatch.setattr(dispatcher._client, "complete", complete)
+        send(dispatcher, fakes[:1])
+        (outcome,) = wait(dispatcher)
+    assert (outcome.event, "imeout" in outcome.reason) == (DecodeEvent.NEVER_SENT, True)
+
+
+def test_a_busy_answer_that_is_not_the_prefillers_own_is_fenced(start: Open, fakes: list[FakePrefiller]) -> None:
+    """A proxy says 503 also when its connection broke after it had passed the request on."""
+    fakes[0].on_dispatch = Reply(503, b"upstream connect error", content_type="text/plain")
+    dispatcher = start()
+    send(dispatcher, fakes)
+    (outcome,) = wait(dispatcher)
+    assert (outcome.event, outcome.url) == (DecodeEvent.FAILED, fakes[0].url)
 
 
 def test_nobody_is_asked_again_about_pages_that_are_back(start: Open, fakes: list[FakePrefiller], rank: Rank) -> None:

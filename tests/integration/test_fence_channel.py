@@ -7,12 +7,12 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import zmq
 
-from vllm_pd_connector.control.fence_client import FenceClient, FenceOutcome, TransferOutlook
+from vllm_pd_connector.control.fence_client import MAX_AT_ONCE, FenceClient, FenceOutcome, IsServing, TransferOutlook
 from vllm_pd_connector.control.fence_server import Answer, FenceServer
 from vllm_pd_connector.control.keys import ControlKey, load_key, write_key
 from vllm_pd_connector.errors import ConfigError
@@ -21,6 +21,7 @@ from vllm_pd_connector.wire.messages import ControlEndpoint, Fence, Inquiry, Qui
 
 GENERATION, OTHER = "a" * 16, "b" * 16
 TRANSFER = "c" * 32
+URL = "http://p:8000"
 Open = Callable[..., FenceServer]
 T = TypeVar("T")
 
@@ -78,22 +79,37 @@ def make_key(path: Path) -> ControlKey:
     return key
 
 
+def started(host: str, handler: Handler) -> FenceServer:
+    """One that the test closes itself."""
+    server = FenceServer(host, 0, generation=GENERATION, key=None, on_fence=handler, on_inquiry=handler.inquire)
+    server.start()
+    return server
+
+
+async def nobody(_url: str, _host: str) -> bool:
+    return False
+
+
+async def somebody(_url: str, _host: str) -> bool:
+    return True
+
+
 def ask(
     *endpoints: str,
     generation: str = GENERATION,
     key: ControlKey | None = None,
     timeout_s: float = 5.0,
-    url: str = "",
-    has_hung_up: bool = False,
+    is_serving: IsServing = nobody,
+    has_ended: bool = False,
 ) -> FenceOutcome:
     controls = [ControlEndpoint(endpoint=e, generation=generation) for e in endpoints]
 
-    def question(client: FenceClient) -> Awaitable[FenceOutcome]:
-        if has_hung_up:
-            client.hung_up(controls)
-        return client.ask(controls, TRANSFER, timeout_s, url)
+    async def question(client: FenceClient) -> FenceOutcome:
+        if has_ended:
+            await client.see_end(controls)
+        return await client.ask(controls, TRANSFER, timeout_s, URL)
 
-    return with_client(key, question)
+    return with_client(key, question, is_serving)
 
 
 def inquire(*endpoints: str, generation: str = GENERATION, timeout_s: float = 5.0) -> TransferOutlook:
@@ -101,11 +117,13 @@ def inquire(*endpoints: str, generation: str = GENERATION, timeout_s: float = 5.
     return with_client(None, lambda client: client.inquire(controls, TRANSFER, timeout_s))
 
 
-def with_client(key: ControlKey | None, question: Callable[[FenceClient], Awaitable[T]]) -> T:
+def with_client(
+    key: ControlKey | None, question: Callable[[FenceClient], Awaitable[T]], is_serving: IsServing = nobody
+) -> T:
     """What a client that lives for one question is told."""
 
     async def run() -> T:
-        client = FenceClient(key)
+        client = FenceClient(key, is_serving)
         try:
             return await question(client)
         finally:
@@ -129,10 +147,9 @@ def test_every_rank_has_to_be_quiet(serve: Open, handler: Handler) -> None:
     first, second = serve(), serve()
     assert ask(first.endpoint, second.endpoint).is_quiet
     assert handler.fenced == [TRANSFER] * 2
-    gone = FenceServer("127.0.0.1", 0, generation=GENERATION, key=None, on_fence=handler, on_inquiry=handler.inquire)
-    gone.start()
+    gone = started("127.0.0.1", handler)
     gone.close()
-    outcome = ask(first.endpoint, gone.endpoint, timeout_s=0.5, has_hung_up=True)
+    outcome = ask(first.endpoint, gone.endpoint, timeout_s=0.5, is_serving=somebody)
     assert (outcome.is_quiet, outcome.is_dead) == (False, True)
 
 
@@ -145,25 +162,102 @@ def closed_port() -> int:
 def test_a_refusal_counts_only_if_the_host_shows_that_it_is_the_one_that_refuses() -> None:
     """Law 1: where a link is down a router may refuse for a prefiller that lives and still writes."""
     rank = f"tcp://127.0.0.1:{closed_port()}"
-    by_whom = ask(rank, url=f"http://10.0.0.7:{closed_port()}")
+    by_whom = ask(rank)
     assert (by_whom.is_quiet, by_whom.is_dead) == (False, False)
     assert "nobody listens there any more; but nothing shows" in by_whom.reason
-    assert ask(rank, has_hung_up=True).is_dead
-    with socket.socket() as api_server:
-        api_server.bind(("127.0.0.1", 0))
-        api_server.listen()
-        assert ask(rank, url=f"http://localhost:{api_server.getsockname()[1]}").is_dead
+    asked: list[tuple[str, str]] = []
+
+    async def is_serving(url: str, host: str) -> bool:
+        asked.append((url, host))
+        return True
+
+    assert ask(rank, is_serving=is_serving).is_dead
+    assert asked == [(URL, "127.0.0.1")]
+    assert ask(rank, has_ended=True).is_dead
 
 
-def test_another_prefiller_that_hung_up_proves_nothing() -> None:
+def test_a_host_that_is_reached_again_must_refuse_once_more() -> None:
+    """The link is mended between two looks: the first refusal was a router's."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+
+        async def mended(_url: str, _host: str) -> bool:
+            listener.listen()
+            return True
+
+        assert not ask(f"tcp://127.0.0.1:{listener.getsockname()[1]}", is_serving=mended).is_dead
+
+
+def test_a_prefiller_that_lives_on_after_an_end_is_not_dead_when_it_is_refused_later(
+    handler: Handler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy has closed a connection, or vLLM was paused, which aborts what runs; then its link is cut."""
+    monkeypatch.setattr("vllm_pd_connector.control.fence_client.END_S", 0.3)
+    server = started("127.0.0.1", handler)
+    controls = [ControlEndpoint(endpoint=server.endpoint, generation=GENERATION)]
+
+    async def question(client: FenceClient) -> FenceOutcome:
+        await client.see_end(controls)
+        server.close()
+        return await client.ask(controls, TRANSFER, 1.0)
+
+    assert not with_client(None, question).is_dead
+
+
+def test_a_rank_that_stops_listening_soon_after_an_end_is_dead(handler: Handler) -> None:
+    server = started("127.0.0.1", handler)
+    controls = [ControlEndpoint(endpoint=server.endpoint, generation=GENERATION)]
+
+    async def question(client: FenceClient) -> FenceOutcome:
+        seen = asyncio.ensure_future(client.see_end(controls))
+        await asyncio.sleep(0.3)
+        assert not seen.done()
+        await asyncio.to_thread(server.close)
+        await asyncio.wait_for(seen, 5)
+        return await client.ask(controls, TRANSFER, 1.0)
+
+    assert with_client(None, question).is_dead
+
+
+def test_the_end_of_another_prefiller_proves_nothing() -> None:
     rank = ControlEndpoint(endpoint=f"tcp://127.0.0.1:{closed_port()}", generation=GENERATION)
     other = ControlEndpoint(endpoint=rank.endpoint, generation=OTHER)
 
-    def question(client: FenceClient) -> Awaitable[FenceOutcome]:
-        client.hung_up([other])
-        return client.ask([rank], TRANSFER, 1.0)
+    async def question(client: FenceClient) -> FenceOutcome:
+        await client.see_end([other])
+        return await client.ask([rank], TRANSFER, 1.0)
 
     assert not with_client(None, question).is_dead
+
+
+def test_a_rank_on_ipv6_is_reached(handler: Handler) -> None:
+    server = started("::1", handler)
+    try:
+        assert ask(server.endpoint).is_quiet
+    finally:
+        server.close()
+
+
+def test_more_questions_than_there_can_be_sockets_are_all_answered(serve: Open) -> None:
+    """ZMQ opens 1,023 at most; a prefiller that stands still is asked about many transfers by many ranks."""
+    control = ControlEndpoint(endpoint=serve().endpoint, generation=GENERATION)
+    most = 0
+
+    async def question(client: FenceClient) -> list[FenceOutcome]:
+        make, opened = client._context.socket, list[Any]()
+
+        def counted(kind: int) -> Any:
+            nonlocal most
+            opened[:] = [one for one in opened if not one.closed]
+            opened.append(make(kind))
+            most = max(most, len(opened))
+            return opened[-1]
+
+        client._context.socket = counted  # type: ignore[method-assign, assignment]
+        return await asyncio.gather(*(client.ask([control], TRANSFER, 5.0) for _ in range(1500)))
+
+    assert not [outcome.reason for outcome in with_client(None, question) if not outcome.is_quiet]
+    assert most <= MAX_AT_ONCE
 
 
 def test_a_rank_that_does_not_answer_is_neither_quiet_nor_dead(serve: Open, handler: Handler) -> None:
@@ -173,7 +267,9 @@ def test_a_rank_that_does_not_answer_is_neither_quiet_nor_dead(serve: Open, hand
     assert "no answer" in outcome.reason
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:99999", "tcp://[::1", "tcp://", "nonsense", "tcp://a..b:1"])
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://127.0.0.1:99999", "tcp://[::1", "tcp://", "nonsense", "tcp://a..b:1", "tcp://\ud800:1"]
+)
 def test_an_endpoint_that_is_no_address_is_neither_quiet_nor_dead(endpoint: str) -> None:
     """A prefiller names its endpoints itself, so they may be anything."""
     outcome = ask(endpoint, timeout_s=0.2)
@@ -217,8 +313,7 @@ def test_a_rank_says_how_a_transfer_stands_and_does_not_stop_it(
 def test_pages_of_a_rank_that_is_gone_are_not_expected_any_more(serve: Open, handler: Handler) -> None:
     assert "gone" in inquire(serve(generation=OTHER).endpoint).error
     first = serve()
-    gone = FenceServer("127.0.0.1", 0, generation=GENERATION, key=None, on_fence=handler, on_inquiry=handler.inquire)
-    gone.start()
+    gone = started("127.0.0.1", handler)
     gone.close()
     assert "gone" in inquire(first.endpoint, gone.endpoint).error
 

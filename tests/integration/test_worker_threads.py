@@ -223,8 +223,11 @@ def test_a_fence_over_the_socket_stops_a_transfer_that_has_not_begun(sides: tupl
     prefiller, decoder = sides
     handshake = prefiller.half.handshake()
 
+    async def nobody(_url: str, _host: str) -> bool:
+        return False
+
     async def ask() -> FenceOutcome:
-        client = FenceClient(None)
+        client = FenceClient(None, nobody)
         control = ControlEndpoint(endpoint=handshake.control, generation=handshake.generation)
         try:
             return await client.ask([control], TRANSFER, 5.0)

@@ -24,6 +24,7 @@ class Reply:
     body: bytes
     retry_after: str | None = None
     wait_for: threading.Event | None = None
+    content_type: str = "application/json"
 
     @classmethod
     def json(cls, value: Any, status: int = 200) -> Reply:
@@ -93,7 +94,7 @@ def fake_prefiller(port: int, real: str) -> Iterator[FakePrefiller]:
             if not reply.status:
                 return
             self.send_response(reply.status)
-            self.send_header("content-type", "application/json")
+            self.send_header("content-type", reply.content_type)
             self.send_header("content-length", str(len(reply.body)))
             self.send_header("connection", "close")
             if reply.retry_after is not None:

@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from logging import getLogger
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from vllm_pd_connector.config import PDConfig
-from vllm_pd_connector.control.fence_client import FenceClient, FenceOutcome
+from vllm_pd_connector.control.fence_client import FenceClient, FenceOutcome, IsServing
 from vllm_pd_connector.control.keys import ControlKey
 from vllm_pd_connector.control.pool import Prefiller, PrefillerPool
-from vllm_pd_connector.control.prefiller_client import NotTaken, PrefillerClient, ShuttingDown, is_hang_up
+from vllm_pd_connector.control.prefiller_client import NotTaken, PrefillerClient, ShuttingDown, is_own_end
 from vllm_pd_connector.errors import PDConnectorError, PeerLost, ProtocolError
 from vllm_pd_connector.lifecycle import backoff
 from vllm_pd_connector.lifecycle.decode_request import DecodeEvent
@@ -104,7 +103,7 @@ class Dispatcher:
         key: control channel key.
         timeline: moments.
         open_client: makes the HTTP client, from the configuration.
-        open_fences: makes the fence client, from the key; called inside the loop.
+        open_fences: makes the fence client, from the key and what asks API servers; called inside the loop.
         open_loop: makes the event loop.
 
     Raises:
@@ -121,7 +120,7 @@ class Dispatcher:
         key: ControlKey | None,
         timeline: Timeline,
         open_client: Callable[[PDConfig], PrefillerClient] = PrefillerClient,
-        open_fences: Callable[[ControlKey | None], FenceClient] = FenceClient,
+        open_fences: Callable[[ControlKey | None, IsServing], FenceClient] = FenceClient,
         open_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
     ) -> None:
         self._config = config
@@ -194,7 +193,7 @@ class Dispatcher:
 
     async def _open(self) -> None:
         self._client.open()
-        self._fences = self._open_fences(self._key)
+        self._fences = self._open_fences(self._key, self._client.is_serving)
         self._pool.greet_all()
 
     async def _shut(self) -> None:
@@ -279,9 +278,9 @@ class Dispatcher:
             if error.is_absent:
                 self._pool.lose(prefiller, hello, str(error))
             raise
-        except (PDConnectorError, aiohttp.ClientError, OSError) as error:
-            if is_hang_up(error) and self._fences is not None:
-                self._fences.hung_up(hello.controls)
+        except Exception as error:  # noqa: BLE001 (whatever it is, the prefiller may have taken the request)
+            if is_own_end(error) and self._fences is not None:
+                self._spawn(self._fences.see_end(hello.controls))
             if isinstance(error, ShuttingDown) or not isinstance(error, PDConnectorError):
                 self._pool.lose(prefiller, hello, f"{type(error).__name__}: {error}")
             reason = f"{prefiller.url}: {type(error).__name__}: {error}"
@@ -372,7 +371,7 @@ class Dispatcher:
         if sent is None or sent.hello is None or self._fences is None:
             self._tell(transfer_id, FenceOutcome(is_quiet=True))
             return
-        outcome = await self._fences.ask(sent.hello.controls, transfer_id, self._config.fence_s, sent.url)
+        outcome = await self._ask(transfer_id, sent.hello, sent.url)
         self._tell(transfer_id, outcome)
         pause_s = ASK_AGAIN_S
         while not (outcome.is_quiet or outcome.is_dead):
@@ -380,9 +379,17 @@ class Dispatcher:
             pause_s = min(2 * pause_s, MAX_ASK_AGAIN_S)
             if transfer_id not in self._asked:
                 return
-            outcome = await self._fences.ask(sent.hello.controls, transfer_id, self._config.fence_s, sent.url)
+            outcome = await self._ask(transfer_id, sent.hello, sent.url)
             if outcome.is_quiet or outcome.is_dead:
                 self._tell(transfer_id, outcome)
+
+    async def _ask(self, transfer_id: str, hello: HelloReply, url: str) -> FenceOutcome:
+        assert self._fences is not None
+        try:
+            return await self._fences.ask(hello.controls, transfer_id, self._config.fence_s, url)
+        except Exception as error:  # else the transfer's pages would wait until `unreachable_s` is over
+            logger.exception("event=fence_error transfer=%s it is asked again", transfer_id)
+            return FenceOutcome(is_quiet=False, reason=f"{type(error).__name__}: {error}")
 
     def _tell(self, transfer_id: str, outcome: FenceOutcome) -> None:
         self._events.append(

@@ -1,8 +1,10 @@
 """A decoder asks every rank of a prefiller to stop a transfer, and learns whether all are quiet."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
+from weakref import WeakValueDictionary
 
 import zmq
 import zmq.asyncio
@@ -15,10 +17,17 @@ from vllm_pd_connector.wire.messages import Control, ControlEndpoint, Fence, Inq
 PROBE_S = 1.0
 """Seconds to wait for a connection that only shows whether anybody listens."""
 
-HTTP_PORT = 80
+MARGIN_S = 4 * PROBE_S + 1.0
+"""Seconds beyond its time-out within which `FenceClient.ask` has answered, unless others are asked before it."""
 
-MARGIN_S = 3 * PROBE_S + 1.0
-"""Seconds beyond its time-out within which `FenceClient.ask` has answered for certain."""
+END_S, MAX_LOOK_PAUSE_S = 30.0, 2.0
+"""Seconds in which a process ends that has begun to, and between two looks at it; the first ones come sooner."""
+
+MAX_PER_RANK, MAX_AT_ONCE = 64, 256
+"""Questions under way. Each takes three files of the process, and ZMQ opens 1,023 sockets at most."""
+
+IsServing = Callable[[str, str], Awaitable[bool]]
+"""Whether a vLLM server answers for a base URL at a host's address: `PrefillerClient.is_serving`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +69,48 @@ class FenceClient:
     """owned by: the dispatcher's event loop.
 
     A refused connection alone proves nothing: where a link is down, packets may take another way, to a router or
-    firewall that refuses for a host that lives (seen with `scripts/faults cut-network`; pages were given back, and
-    written). It counts when the host shows that it is the one that refuses: its API server takes a connection, or has
-    ended one.
+    firewall that refuses for a host that lives, or to a proxy that takes any connection (docs/adr/0008). A refusal
+    counts when a vLLM server answers at that host's address, or when it follows at once on an end (`see_end`).
 
     Args:
         key: of the control channel.
+        is_serving: asks an API server.
         context: opens its sockets; None: a new one of ZMQ's.
     """
 
-    def __init__(self, key: ControlKey | None, context: zmq.asyncio.Context | None = None) -> None:
+    def __init__(
+        self, key: ControlKey | None, is_serving: IsServing, context: zmq.asyncio.Context | None = None
+    ) -> None:
         self._key = key
+        self._is_serving = is_serving
         self._context = context or zmq.asyncio.Context()
-        self._hung_up: set[str] = set()
+        self._gate = asyncio.Semaphore(MAX_AT_ONCE)
+        self._gates: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._ending: set[ControlEndpoint] = set()
+        self._ended: set[ControlEndpoint] = set()
 
-    def hung_up(self, controls: list[ControlEndpoint]) -> None:
-        """A prefiller has ended a connection of ours: what is refused at its addresses from now on is gone."""
-        self._hung_up.update(control.generation for control in controls)
+    async def see_end(self, controls: list[ControlEndpoint]) -> None:
+        """A prefiller has just ended an exchange as one does whose process ends: see which ranks stop listening.
+
+        Those are gone for good. Only now: it may have been something else, and what is refused a minute later may be
+        so by a router.
+        """
+        fresh = set(controls) - self._ending - self._ended
+        self._ending |= fresh
+        try:
+            await asyncio.gather(*map(self._see_end, fresh))
+        finally:
+            self._ending -= fresh
+
+    async def _see_end(self, control: ControlEndpoint) -> None:
+        now = asyncio.get_running_loop().time
+        ends_at, pause_s = now() + END_S, 0.1
+        while not await self._is_refused(control.endpoint):
+            if now() >= ends_at:
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_LOOK_PAUSE_S)
+        self._ended.add(control)
 
     async def ask(
         self, controls: list[ControlEndpoint], transfer_id: str, timeout_s: float, url: str = ""
@@ -116,64 +150,62 @@ class FenceClient:
         # A refusal that names the transfer comes from another generation: whoever could write is gone.
         is_dead, reason = isinstance(answer, Refused), f"{endpoint}: {answer}"
         if isinstance(answer, _NoAnswer) and answer.is_refused:
-            is_dead = control.generation in self._hung_up or await self._is_up(endpoint, url)
+            is_dead = control in self._ended or await self._refuses_itself(endpoint, url)
             reason += "" if is_dead else "; but nothing shows that its own host says so, and it may live behind a cut"
         return FenceOutcome(is_quiet=False, is_dead=is_dead, reason=reason)
 
     async def _exchange(self, endpoint: str, question: Fence | Inquiry, timeout_s: float) -> Control | _NoAnswer:
         """A rank's answer about the transfer asked for, or why there is none."""
-        if await self._is_refused(endpoint):
-            return _NoAnswer("nobody listens there any more", is_refused=True)
+        async with self._gates.setdefault(endpoint, asyncio.Semaphore(MAX_PER_RANK)), self._gate:
+            if await self._is_refused(endpoint):
+                return _NoAnswer("nobody listens there any more", is_refused=True)
+            try:
+                answer = decode_control(await self._converse(endpoint, encode(question), timeout_s))
+                if isinstance(answer, Fence | Inquiry) or answer.transfer_id != question.transfer_id:
+                    raise ProtocolError(f"{answer} does not answer {question}")
+                return answer
+            except TimeoutError:
+                is_refused = await self._is_refused(endpoint)
+                reason = "nobody listens there since it was asked" if is_refused else f"no answer in {timeout_s:g} s"
+                return _NoAnswer(reason, is_refused)
+            except (ProtocolError, zmq.ZMQError, ValueError) as error:  # the last: an endpoint that is no text
+                return _NoAnswer(str(error))
+
+    async def _converse(self, endpoint: str, frame: bytes, timeout_s: float) -> bytes:
+        """Raises:
+        TimeoutError: no answer.
+        zmq.ZMQError, ValueError: no such address, or no more sockets.
+        """
         socket = self._context.socket(zmq.DEALER)
-        socket.linger = 0
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_CONTROL_BYTES)
-        if self._key is not None:
-            self._key.secure_client(socket)
         try:
+            socket.linger = 0
+            socket.ipv6 = True
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_CONTROL_BYTES)
+            if self._key is not None:
+                self._key.secure_client(socket)
             socket.connect(endpoint)
-            await socket.send(encode(question))
-            answer = decode_control(await asyncio.wait_for(socket.recv(), timeout_s))
-            if isinstance(answer, Fence | Inquiry) or answer.transfer_id != question.transfer_id:
-                raise ProtocolError(f"{answer} does not answer {question}")
-            return answer
-        except TimeoutError:
-            is_refused = await self._is_refused(endpoint)
-            reason = "nobody listens there since it was asked" if is_refused else f"no answer in {timeout_s:g} s"
-            return _NoAnswer(reason, is_refused)
-        except (ProtocolError, zmq.ZMQError) as error:
-            return _NoAnswer(str(error))
+            await socket.send(frame)
+            return await asyncio.wait_for(socket.recv(), timeout_s)
         finally:
             socket.close()
+
+    async def _refuses_itself(self, endpoint: str, url: str) -> bool:
+        """Whether it is a rank's own host that refuses: a vLLM server answers there, and then it still refuses."""
+        host = urlsplit(endpoint).hostname
+        return bool(host) and await self._is_serving(url, host) and await self._is_refused(endpoint)
 
     @staticmethod
     async def _is_refused(endpoint: str) -> bool:
         """ZMQ hides a refused connection behind its retries, and a refusal is how a dead process shows."""
         try:
             parts = urlsplit(endpoint)
-            await _connect(parts.hostname, parts.port)
+            _, writer = await asyncio.wait_for(asyncio.open_connection(parts.hostname, parts.port), PROBE_S)
         except ConnectionRefusedError:
             return True
         except (OSError, TimeoutError, ValueError):  # the last: no address, which ZMQ then refuses
             return False
+        writer.close()
         return False
-
-    async def _is_up(self, endpoint: str, url: str) -> bool:
-        """Whether the host of an endpoint takes connections for its API server."""
-        try:
-            await _connect(urlsplit(endpoint).hostname, urlsplit(url).port or HTTP_PORT)
-        except (OSError, TimeoutError, ValueError):
-            return False
-        return True
 
     def close(self) -> None:
         self._context.destroy(linger=0)
-
-
-async def _connect(host: str | None, port: int | None) -> None:
-    """Open a connection and close it.
-
-    Raises:
-        OSError, TimeoutError: there is none to be had, within `PROBE_S`.
-    """
-    _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), PROBE_S)
-    writer.close()

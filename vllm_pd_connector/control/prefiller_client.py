@@ -1,6 +1,5 @@
 """HTTP to prefillers: one long-lived session, vLLM's own completions endpoint, our messages in `kv_transfer_params`."""
 
-import errno
 import json
 import ssl
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+from yarl import URL
 
 from vllm_pd_connector.config import PDConfig
 from vllm_pd_connector.errors import ConfigError, PeerLost, ProtocolError
@@ -16,12 +16,16 @@ from vllm_pd_connector.wire.transfer_params import HELLO, parse_reply, to_params
 from vllm_pd_connector.wire.version import PROTOCOL_VERSION
 
 BUSY_STATUSES = frozenset({429, 503})
-"""Answers that say the request was not taken: another prefiller may be tried without a fence."""
+"""Answers that say the request was not taken: another prefiller may be tried without a fence.
+
+In JSON, as vLLM's and the request guard's: a proxy's own, in other forms, may come after it had passed the request on.
+"""
 
 MAX_ANSWER_BYTES = 16 << 20
 """More is not read. The greeting of 1,024 ranks has 0.1 MiB."""
 
-HANG_UPS = frozenset({errno.ECONNRESET, errno.EPIPE})
+PROBE_S = 1.0
+"""Seconds to wait for an answer that only shows whether anybody answers."""
 
 KEEPALIVE_S = 3.0
 """Idle connections are dropped before vLLM's server drops them (5 s), so that none breaks as it is reused."""
@@ -56,6 +60,10 @@ class ShuttingDown(PeerLost):
     def __init__(self, reason: str, *, is_own_word: bool = False) -> None:
         super().__init__(reason)
         self.is_own_word = is_own_word
+
+
+class ServerError(PeerLost):
+    """vLLM itself answered HTTP 500, as it does to open requests when its engine has died."""
 
 
 class PrefillerClient:
@@ -96,6 +104,25 @@ class PrefillerClient:
         async with self._session.request("GET" if body is None else "POST", url, json=body) as response:
             return response.status, await _read(response)
 
+    async def is_serving(self, url: str, host: str) -> bool:
+        """Whether a vLLM server answers for a base URL at a host's address.
+
+        Taking a connection shows nothing: where the host cannot be reached, a proxy on another way may take it.
+        """
+        assert self._session is not None
+        try:
+            base = URL(url)
+            async with self._session.get(
+                base.with_host(host) / "version",
+                server_hostname=base.host if base.scheme == "https" else None,
+                timeout=aiohttp.ClientTimeout(total=PROBE_S),
+                allow_redirects=False,
+            ) as response:
+                answer = json.loads(await _read(response))
+        except (aiohttp.ClientError, OSError, ProtocolError, ValueError, RecursionError):
+            return False
+        return response.status == 200 and isinstance(answer, dict) and isinstance(answer.get("version"), str)
+
     async def greet(self, url: str, model: str, engine_id: str) -> DispatchReply:
         """Greet the prefiller at `url`; the reply's `hello` says what it is.
 
@@ -131,16 +158,18 @@ class PrefillerClient:
                 json={**body, "kv_transfer_params": params},
                 headers=_data_parallel_header(hello),
             ) as response:
-                if response.status in BUSY_STATUSES:
+                is_json = "json" in response.content_type
+                if response.status in BUSY_STATUSES and is_json:
                     retry_after_s = _seconds(response.headers.get("Retry-After"))
                     raise NotTaken(f"HTTP {response.status}", is_busy=True, retry_after_s=retry_after_s)
                 if response.status != 200:
                     text = (await _read(response))[:500].decode(errors="replace")
-                    raise PeerLost(f"HTTP {response.status} from {url}: {text}")
-                if "json" not in response.content_type:
+                    kind = ServerError if response.status == 500 and is_json else PeerLost
+                    raise kind(f"HTTP {response.status} from {url}: {text}")
+                if not is_json:
                     raise aiohttp.ClientPayloadError(f"{url} answered {response.content_type}, which is not JSON")
                 answer = json.loads(await _read(response))
-        except aiohttp.ClientConnectorError as error:
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise NotTaken(str(error), is_absent=True) from None
         except (ValueError, RecursionError) as error:
             raise ProtocolError(f"{url} answered something that is not JSON: {error}") from None
@@ -151,11 +180,14 @@ class PrefillerClient:
         return parse_reply(answer.get("kv_transfer_params"))
 
 
-def is_hang_up(error: Exception) -> bool:
-    """Whether the prefiller itself has ended the exchange, and not something on the way given up."""
+def is_own_end(error: Exception) -> bool:
+    """Whether the prefiller itself has ended the exchange, in a way in which a process does that ends.
+
+    A reset connection is none: a router may send that, for a host that it cannot reach.
+    """
     if isinstance(error, ShuttingDown):
         return error.is_own_word
-    return isinstance(error, aiohttp.ServerDisconnectedError) or getattr(error, "errno", None) in HANG_UPS
+    return isinstance(error, aiohttp.ServerDisconnectedError | ServerError)
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:

@@ -30,7 +30,6 @@ from vllm_pd_connector.wire.messages import ControlEndpoint, HelloReply
 T = TypeVar("T")
 
 DOCTOR = "vllm-pd-doctor"
-MAX_ASKED_AT_ONCE = 128
 TRIAL_TOKENS = 256
 PUBLISH_S = 5.0
 """Seconds within which an engine that has answered has published its counters."""
@@ -67,7 +66,8 @@ class Rounds:
         """
         key, client = load_key(config.control_key_file), PrefillerClient(config)
         client.open()
-        return cls(client, FenceClient(key), limit_s, max(TRIAL_TOKENS, config.min_remote_tokens + 1))
+        fences = FenceClient(key, client.is_serving)
+        return cls(client, fences, limit_s, max(TRIAL_TOKENS, config.min_remote_tokens + 1))
 
     async def close(self) -> None:
         await self.client.close()
@@ -107,11 +107,9 @@ class Rounds:
 
     async def _controls(self, url: str, hello: HelloReply) -> Finding:
         """Whether every rank takes control messages, encrypted if there is a key."""
-        gate = asyncio.Semaphore(MAX_ASKED_AT_ONCE)
 
         async def ask(control: ControlEndpoint) -> str:
-            async with gate:
-                outlook = await self.fences.inquire([control], secrets.token_hex(16), self.limit_s)
+            outlook = await self.fences.inquire([control], secrets.token_hex(16), self.limit_s)
             return "nobody listens" if outlook.is_gone else "" if outlook.is_over else "no answer"
 
         return check_controls(url, hello.controls, await asyncio.gather(*map(ask, hello.controls)))

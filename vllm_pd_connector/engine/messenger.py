@@ -100,7 +100,7 @@ class Messenger:
 
     @staticmethod
     def _guarded(action: Callable[[], None]) -> None:
-        # One of the two blanket excepts of the package: this thread serves every request of the rank. What failed keeps
+        # A blanket except: this thread serves every request of the rank. What failed keeps
         # its deadlines, so its request ends in a local prefill.
         try:
             action()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 HOST = "127.0.0.1"
+FIRST_PORT = 10_000
 GPU_SHARE = 0.85  # of a GPU's memory, divided among the servers on it
 ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "UCX_LOG_LEVEL": "error"}
 CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # GiB of KV; we pin, not vLLM
@@ -64,9 +67,17 @@ def environment(*, cores: Sequence[int], gpus: Sequence[int], extra: Mapping[str
 
 
 def free_ports(number: int) -> list[int]:
-    """Different TCP ports that were free a moment ago."""
-    holders = [socket.create_server((HOST, 0)) for _ in range(number)]
-    ports: list[int] = [holder.getsockname()[1] for holder in holders]
-    for holder in holders:
-        holder.close()
+    """Different TCP ports that were free a moment ago, below those that the kernel hands out itself.
+
+    As operators choose them: firewalls and proxies may treat the two kinds differently.
+    """
+    first_of_kernel = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    candidates = iter(random.sample(range(FIRST_PORT, first_of_kernel), 50 + 2 * number))
+    with ExitStack() as holders:
+        ports: list[int] = []
+        while len(ports) < number:
+            with suppress(OSError):
+                port = next(candidates)
+                holders.enter_context(socket.create_server((HOST, port)))
+                ports.append(port)
     return ports

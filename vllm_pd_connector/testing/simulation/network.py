@@ -257,17 +257,22 @@ class SimulatedFenceClient(FenceClient):
 
     def __init__(self, *, thread: Thread, network: Network) -> None:
         sockets = SimpleNamespace(socket=lambda kind: _Dealer(thread, network), destroy=lambda linger: None)
-        super().__init__(None, context=sockets)  # type: ignore[arg-type]
+        super().__init__(None, self._answers, context=sockets)  # type: ignore[arg-type]
         self._process = thread.process
         self._network = network
 
     async def _is_refused(self, endpoint: str) -> bool:  # type: ignore[override]
-        cut = self._network.is_cut(self._process.name, _host(endpoint))
-        await asyncio.sleep(PROBE_S if cut else 2 * self._network.latency())
-        return not cut and endpoint not in self._network.controls
+        # Behind a cut a router refuses, or nobody says anything.
+        network, host = self._network, _host(endpoint)
+        is_silent = network.is_cut(self._process.name, host) and not network.noise.refusing_router
+        await asyncio.sleep(PROBE_S if is_silent else 2 * network.latency())
+        if network.is_cut(self._process.name, host):
+            return network.noise.refusing_router
+        return endpoint not in network.controls
 
-    async def _is_up(self, endpoint: str, url: str) -> bool:
-        return True  # nothing but a process's own host refuses here
+    async def _answers(self, url: str, host: str) -> bool:
+        await asyncio.sleep(2 * self._network.latency())
+        return not self._network.is_cut(self._process.name, host) and host in self._network.servers
 
 
 class SimulatedFenceServer(FenceServer):

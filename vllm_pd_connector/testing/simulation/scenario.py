@@ -99,7 +99,11 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """How often the network misbehaves (probabilities) and within what bounds (seconds)."""
+    """How often the network misbehaves (probabilities) and within what bounds (seconds).
+
+    Attributes:
+        refusing_router: who looks for a control port behind a cut is refused, instead of hearing nothing.
+    """
 
     slow: float = 0.0
     slow_s: float = 0.5
@@ -112,6 +116,7 @@ class Noise:
     fail_s: float = 2.0
     late_s: float = 3.0
     connect_timeout_s: float = 0.5
+    refusing_router: bool = False
 
 
 NOISE_KINDS = ("slow", "busy", "note_lost", "note_twice", "fence_twice", "write_fails", "write_hangs")
@@ -198,7 +203,7 @@ def draw(seed: int, num_requests: int) -> Scenario:
 def _noise(random: Random) -> Noise:
     """Half of the kinds, each rare or frequent."""
     rates = {kind: random.choice([0.002, 0.02, 0.1]) for kind in NOISE_KINDS if random.random() < 0.5}
-    return replace(Noise(), **rates)  # type: ignore[arg-type]
+    return replace(Noise(), **rates, refusing_router=random.random() < 0.5)  # type: ignore[arg-type]
 
 
 def _request(random: Random, number: int, span: float, num_decoders: int, num_blocks: int) -> ClientRequest:

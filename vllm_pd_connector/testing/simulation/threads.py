@@ -88,7 +88,7 @@ class SimulatedDispatcher(Dispatcher):
             **kwargs,
             open_loop=lambda: loop,
             open_client=lambda config: SimulatedPrefillerClient(config, thread=loop.thread, network=network),
-            open_fences=lambda key: SimulatedFenceClient(thread=loop.thread, network=network),
+            open_fences=lambda key, is_serving: SimulatedFenceClient(thread=loop.thread, network=network),
         )
 
     @property
