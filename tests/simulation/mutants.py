@@ -19,6 +19,7 @@ import numpy as np
 
 from vllm_pd_connector.control import dispatcher, fence_server
 from vllm_pd_connector.control.dispatcher import Dispatcher
+from vllm_pd_connector.control.fence_client import FenceClient
 from vllm_pd_connector.control.prefiller_client import NotTaken, PrefillerClient, ShuttingDown
 from vllm_pd_connector.engine import fenced_pages, posting, prefill_side, receiver, vllm_compat, worker_half
 from vllm_pd_connector.engine.decode_side import DecodeSide
@@ -140,6 +141,16 @@ def draining(seed: int, _: int) -> Scenario:
     fault = Fault(kind="terminate", at=1.0 + random.uniform(0.01, 0.1), target="d0", seconds=1.0, grace_s=30.0)
     scenario = _small(seed, [random.uniform(0.02, 0.2) for _ in range(4)], fault)
     return dataclasses.replace(scenario, noise=Noise(slow=0.5, slow_s=0.3))
+
+
+def cut_off(seed: int, _: int) -> Scenario:
+    """Clients leave behind a cut with a router that refuses; what their prefiller sends meanwhile comes in later."""
+    random = Random(f"cut off {seed}")
+    fault = Fault(
+        kind="cut", at=1.0 + random.uniform(0.0, 0.08), target="d0", other="p0", seconds=random.uniform(6.5, 12.0)
+    )
+    scenario = _small(seed, [random.uniform(0.02, 0.2) for _ in range(4)], fault)
+    return dataclasses.replace(scenario, noise=Noise(refusing_router=True, slow=0.3, slow_s=0.3))
 
 
 def _small(seed: int, leaves_after_s: list[float | None], *faults: Fault) -> Scenario:
@@ -330,6 +341,14 @@ def _(stack: ExitStack) -> None:
     replace(
         stack, dispatcher.Dispatcher, "_reserve", staticmethod(lambda order, hello, clock: RESERVE(order, hello, None))
     )
+
+
+@mutant(1, "a refused connection is taken for a death", cut_off)
+def _(stack: ExitStack) -> None:
+    async def refuses(*_: Any) -> bool:
+        return True
+
+    replace(stack, FenceClient, "_refuses_itself", refuses)
 
 
 # Law 2: no page is freed or overwritten under a posted write
