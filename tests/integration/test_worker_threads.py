@@ -16,6 +16,7 @@ from vllm_pd_connector.engine import worker_half
 from vllm_pd_connector.engine.step import BeginTransfer, CloseTransfer, ExpectTransfer, HandBack, StepMetadata
 from vllm_pd_connector.engine.worker_half import WorkerHalf
 from vllm_pd_connector.errors import UnsupportedEngine
+from vllm_pd_connector.kernels import native
 from vllm_pd_connector.plan.extent import Span
 from vllm_pd_connector.plan.write import ChunkWrite
 from vllm_pd_connector.testing.shapes import whole_blocks
@@ -187,6 +188,67 @@ def test_hooks_outside_a_step_with_writes_cost_nothing_and_do_nothing(sides: tup
     prefiller.half.end_step()
     assert prefiller.half.take_results() == (set(), set(), set())
     assert prefiller.half.take_report() is None
+
+
+@pytest.fixture(params=["words", "a list"])
+def _either_signal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the compiled extension (if there is one) and without."""
+    if request.param == "a list":
+        monkeypatch.setattr(native, "is_built", lambda: False)
+
+
+def unannounced(side: Side) -> int:
+    return (side.half.take_stats() or {"counters": {}})["counters"].get("layers_unannounced", 0)
+
+
+def have_arrived(decoder: Side) -> bool:
+    return all(bool((decoder.kv[name][4:6] == 3.5).all()) for name in LAYERS)
+
+
+def blank(decoder: Side) -> None:
+    for name in LAYERS:
+        decoder.kv[name].zero_()
+
+
+@pytest.mark.usefixtures("_either_signal")
+def test_a_layer_without_a_hook_is_counted_and_its_pages_leave_at_the_steps_end(
+    sides: tuple[Side, Side], caplog: pytest.LogCaptureFixture
+) -> None:
+    prefiller, decoder = sides
+    with caplog.at_level("WARNING", logger="vllm_pd_connector"):
+        begin(prefiller, decoder, WRITE)
+        prefiller.half.layer_done("l0")
+        prefiller.half.layer_done("l0")  # a drafter's hook fires again: that is one layer
+        until(lambda: bool((decoder.kv["l0"][4:6] == 3.5).all()), "the announced layer does not arrive")
+        assert not decoder.kv["l1"].any()
+        assert unannounced(prefiller) == 0  # nobody can know before the step's end
+        prefiller.half.end_step()
+        until(lambda: have_arrived(decoder), "the layer without a hook does not arrive")
+        assert unannounced(prefiller) == 1
+        blank(decoder)
+        prefiller.half.start_step(StepMetadata(writes=[WRITE]))
+        prefiller.half.end_step()  # as after the replay of a full graph without signals: no hook at all
+        until(lambda: have_arrived(decoder), "a step without hooks sends nothing")
+    assert unannounced(prefiller) == 2
+    (said,) = [record.getMessage() for record in caplog.records if "layers_unannounced" in record.getMessage()]
+    assert "event=layers_unannounced rank=0 layers=1 of 2" in said  # once: the counter tells the rest
+
+
+@pytest.mark.usefixtures("_either_signal")
+def test_a_step_with_all_hooks_counts_no_layer_as_unannounced(
+    sides: tuple[Side, Side], caplog: pytest.LogCaptureFixture
+) -> None:
+    prefiller, decoder = sides
+    with caplog.at_level("WARNING", logger="vllm_pd_connector"):
+        begin(prefiller, decoder, WRITE)
+        for name in prefiller.kv:
+            prefiller.half.layer_done(name)
+        prefiller.half.end_step()
+        prefiller.half.start_step(StepMetadata())  # one without writes expects no hook
+        prefiller.half.end_step()
+        until(lambda: have_arrived(decoder), "the pages do not arrive")
+    assert unannounced(prefiller) == 0
+    assert "layers_unannounced" not in caplog.text
 
 
 def test_a_preemption_returns_when_the_pages_are_read_no_more(sides: tuple[Side, Side]) -> None:
