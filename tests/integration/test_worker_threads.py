@@ -336,3 +336,4 @@ def test_pages_that_cannot_be_moved_are_refused_at_start(
     )
     with pytest.raises(UnsupportedEngine, match=complaint):
         half.register(views)
+    half.shutdown()  # as vLLM does with what it has made

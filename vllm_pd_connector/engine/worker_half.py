@@ -119,7 +119,6 @@ class WorkerHalf:
         groups = vllm_cache.check_engine(self._vllm_config, self._kv_cache_config)
         pages = vllm_cache.page_table(kv_caches, self._kv_cache_config)
         self._pages = pages.table
-        self._layers = {name: index for index, name in enumerate(pages.names)}
         self._shape = vllm_cache.cache_shape(self._vllm_config, self._kv_cache_config, pages, groups)
         rank = WorkerRank(
             tp_rank=self._tp_rank,
@@ -136,6 +135,7 @@ class WorkerHalf:
                 f"{self._shape.tensor_parallel_size} ranks make {rank.geometry.page(rank.tp_rank).page_bytes} B"
             )
         self._open_duties(rank, next(iter(kv_caches.values())).device)
+        self._layers = {name: index for index, name in enumerate(pages.names)}
         if self._vllm_config.kv_transfer_config.is_kv_producer:
             self._fences = self._listen()
             self._fences.start()
@@ -205,7 +205,7 @@ class WorkerHalf:
 
     def start_step(self, orders: StepMetadata) -> None:
         """Hand the step's orders over, before its forward pass."""
-        self._signal, self._hooks = None, {}
+        self.end_step()  # V1 with a drafter does not end the steps of its early pipeline stages
         layers: list[range] = []
         if orders.writes:
             self._signal = self._signals.begin_step()
