@@ -5,6 +5,7 @@ import base64
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from scheduler_rig import BLOCK, LAYERS, make_rig
 from vllm_pd_connector.config import PDConfig
 from vllm_pd_connector.control.fence_client import FenceClient, FenceOutcome
 from vllm_pd_connector.engine import worker_half
+from vllm_pd_connector.engine.layer_signal import LayerSignals
 from vllm_pd_connector.engine.step import BeginTransfer, CloseTransfer, ExpectTransfer, HandBack, StepMetadata
+from vllm_pd_connector.engine.word_signal import make_signals
 from vllm_pd_connector.engine.worker_half import WorkerHalf
 from vllm_pd_connector.errors import UnsupportedEngine
 from vllm_pd_connector.kernels import native
@@ -312,6 +315,26 @@ def test_a_fence_over_the_socket_stops_a_transfer_that_has_not_begun(sides: tupl
 def test_a_decoder_listens_on_no_control_port(sides: tuple[Side, Side]) -> None:
     _, decoder = sides
     assert decoder.half.handshake().control == ""
+
+
+@pytest.mark.parametrize(("role", "announces"), [("kv_producer", True), ("kv_both", True), ("kv_consumer", False)])
+def test_only_what_sends_pages_makes_signals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, announces: bool
+) -> None:
+    """A decoder's graphs stay as they are without us: no kernel of ours is captured in them."""
+    made: list[LayerSignals] = []
+
+    def make(*args: Any, **kwargs: Any) -> LayerSignals:
+        made.append(make_signals(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(worker_half, "make_signals", make)
+    side = Side(tmp_path, role, MemoryFabric(), 0.0)
+    try:
+        assert bool(made) is announces
+        assert not side.half.is_capturing
+    finally:
+        side.half.shutdown()
 
 
 @pytest.mark.parametrize(

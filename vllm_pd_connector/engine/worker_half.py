@@ -158,7 +158,10 @@ class WorkerHalf:
         self._transport.register(self._pages)
         is_wanted = self._config.native_posting and not self._config.verify_pages  # digests are taken by Python
         self._native = open_native_thread(self._transport, device, is_wanted=is_wanted)
-        self._signals = make_signals(device, self._pages.num_layers, self._native.poller)
+        if self._vllm_config.kv_transfer_config.is_kv_producer:  # a decoder's graphs are to stay free of signals
+            self._signals = make_signals(
+                device, self._pages.num_layers, self._native.poller, has_full_graphs=self._config.full_cuda_graphs
+            )
         self._grain = Grain(
             HOST_SHARE if device.type == "cpu" else DEVICE_SHARE, min_write_bytes=self._config.min_write_bytes
         )
