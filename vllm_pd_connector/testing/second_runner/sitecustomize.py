@@ -2,7 +2,7 @@
 
 The V2 runner's own kernels are Triton's, and Triton has no CPU backend here; its interpreter runs the same kernels in
 NumPy. vLLM asks whether a backend called "cpu" is there, and then uses them. Only the worker's process needs more than
-the answer, see `worker.py`.
+the answer, see `second_runner_worker.py`.
 """
 
 import os
