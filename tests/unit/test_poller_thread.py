@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -52,8 +52,9 @@ def tasks(name: str) -> dict[int, set[int]]:
     """Threads of this process with a name, and the cores each may use."""
     found: dict[int, set[int]] = {}
     for task in Path("/proc/self/task").iterdir():
-        if (task / "comm").read_text().strip() == name:
-            found[int(task.name)] = os.sched_getaffinity(int(task.name))
+        with suppress(FileNotFoundError, ProcessLookupError):  # it ended just now
+            if (task / "comm").read_text().strip() == name:
+                found[int(task.name)] = os.sched_getaffinity(int(task.name))
     return found
 
 
