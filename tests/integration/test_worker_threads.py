@@ -4,6 +4,7 @@ import asyncio
 import base64
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from vllm_pd_connector.kernels import native
 from vllm_pd_connector.plan.extent import Span
 from vllm_pd_connector.plan.write import ChunkWrite
 from vllm_pd_connector.testing.shapes import whole_blocks
+from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.transport.memory import MemoryFabric, MemoryTransport
 from vllm_pd_connector.wire.messages import ControlEndpoint, DecoderRank, Reservation
 from vllm_pd_connector.wire.version import PROTOCOL_VERSION
@@ -41,15 +43,17 @@ def caches(fill: float) -> dict[str, torch.Tensor]:
 class Side:
     """One worker process's half."""
 
-    def __init__(self, directory: Path, role: str, fabric: MemoryFabric, fill: float, polls: int = 1) -> None:
+    def __init__(
+        self, directory: Path, role: str, transport: Callable[[str], Transport], fill: float, **settings: Any
+    ) -> None:
         rig = make_rig(directory, role=role, num_blocks=NUM_BLOCKS)
         self.kv = caches(fill)
         self.half = WorkerHalf(
-            PDConfig(min_write_bytes=1),  # layer by layer
+            PDConfig(min_write_bytes=1, **settings),  # layer by layer
             rig.scheduler.vllm_config,
             rig.scheduler.kv_cache_config,
             rank=0,
-            open_transport=lambda name, _placement: MemoryTransport(fabric, name, polls),
+            open_transport=lambda name, _placement: transport(name),
         )
         self.half.register(self.kv)
         self.sent: list[str] = []
@@ -65,8 +69,8 @@ class Side:
 def sides(tmp_path: Path) -> Iterator[tuple[Side, Side]]:
     fabric = MemoryFabric()
     made = (
-        Side(tmp_path, "kv_producer", fabric, 3.5),
-        Side(tmp_path, "kv_consumer", fabric, 0.0),
+        Side(tmp_path, "kv_producer", partial(MemoryTransport, fabric), 3.5),
+        Side(tmp_path, "kv_consumer", partial(MemoryTransport, fabric), 0.0),
     )
     yield made
     for side in made:
@@ -270,8 +274,8 @@ def test_a_preemption_returns_when_the_pages_are_read_no_more(sides: tuple[Side,
 def test_the_wait_for_preempted_pages_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_half, "PREEMPTION_WAIT_S", 1.0)
     fabric = MemoryFabric()
-    prefiller = Side(tmp_path, "kv_producer", fabric, 3.5, polls=10**9)
-    decoder = Side(tmp_path, "kv_consumer", fabric, 0.0)
+    prefiller = Side(tmp_path, "kv_producer", partial(MemoryTransport, fabric, polls_per_write=10**9), 3.5)
+    decoder = Side(tmp_path, "kv_consumer", partial(MemoryTransport, fabric), 0.0)
     try:
         begin(prefiller, decoder, WRITE)
         prefiller.half.end_step()
