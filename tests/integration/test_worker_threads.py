@@ -333,7 +333,7 @@ def test_only_what_sends_pages_makes_signals(
         return made[-1]
 
     monkeypatch.setattr(worker_half, "make_signals", make)
-    side = Side(tmp_path, role, MemoryFabric(), 0.0)
+    side = Side(tmp_path, role, partial(MemoryTransport, MemoryFabric()), 0.0)
     try:
         assert bool(made) is announces
         assert not side.half.is_capturing

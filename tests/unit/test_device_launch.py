@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_pd_connector.engine.connector import PDConnector
 from vllm_pd_connector.engine.word_signal import make_signals
 from vllm_pd_connector.kernels import device_launch, native
 
@@ -33,7 +32,6 @@ class TestWhatIsAvailable:
         monkeypatch.setattr(native, "_native", extension)
         monkeypatch.setattr(device_launch, "find_spec", lambda name: name if has_cupy and name == "cupy" else None)
         assert device_launch.is_available() is expected
-        assert PDConnector.requires_piecewise_for_cudagraph({"full_cuda_graphs": True}) is not expected
 
     def test_without_the_extension_a_gpu_has_events(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Whole steps as graphs would then tell of no layer before their end."""
