@@ -1,4 +1,7 @@
-"""What the layer hook costs the model thread: `WorkerHalf.layer_done`, the real one, with a running messenger."""
+"""What the layer hook costs the model thread: `WorkerHalf.layer_done`, the real one, with a running messenger.
+
+Rounds, because one pass over a writer can meet a slow minute of the machine: writers and loads take turns.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from vllm_pd_connector.wire.messages import DecoderRank
 NUM_LAYERS = 8
 NUM_PAGES = 64
 PAGE_BYTES = 32_768
+NUM_ROUNDS = 3
 NUM_STEPS = 200
 LAYER_S = 0.002  # a layer of the small test model takes milliseconds; the messenger has long fallen asleep
 ROWS = np.ones((128, 128), dtype=np.float32)
@@ -32,13 +36,15 @@ TRANSFER = "0123456789abcdef" * 2
 WAKES_S = 30.0
 
 
-def measure() -> list[dict[str, Any]]:
-    """Records of each writer that this installation has; the memory it writes to is another process's."""
+def measure(rounds: int = NUM_ROUNDS) -> Iterator[dict[str, Any]]:
+    """Records of each writer that this installation has, by round; the memory it writes to is another process's."""
     cores = sorted(os.sched_getaffinity(0))
     size = {"num_layers": NUM_LAYERS, "num_blocks": NUM_PAGES + 1, "page_bytes": PAGE_BYTES}
-    with running(**size, pause_s=0.0005, cores=cores[:1]) as target:
-        records = [record for name, extra in WRITERS.items() for record in _measure(name, extra, target.rank, size)]
-    return [*records, {**summarise(BARE_WAKE, _wakes()), "is_baseline": True}]
+    for rep in range(rounds):
+        with running(**size, pause_s=0.0005, cores=cores[:1]) as target:
+            for name, extra in list(WRITERS.items())[:: 1 if rep % 2 else -1]:
+                yield from ({**record, "rep": rep} for record in _measure(name, extra, target.rank, size))
+        yield {**summarise(BARE_WAKE, _wakes()), "is_baseline": True, "rep": rep}
 
 
 def _measure(
@@ -59,7 +65,7 @@ def _measure(
         counted = (worker.half.take_stats() or {"counters": {}})["counters"]
         if counted.get("pages_written") != NUM_STEPS * NUM_LAYERS * NUM_PAGES:
             raise RuntimeError(f"not every page was written, this measured something else: {counted}")
-        records.append({**record, "signal": writer, "writes": counted["writes"]})
+        records.append({**record, "writes": counted["writes"]})
     return [{**record, "what": f"layer hook, {writer} writer, {record['what']}"} for record in records]
 
 
