@@ -15,13 +15,13 @@ def asked(arm: str, s: float, rep: int, *, tokens: int = 8000, session: str = "x
     return {"kind": "ttft", "s": s, "disturbed": disturbed, **place}
 
 
-def run(ours_ms: list[float], theirs_ms: list[float], **place: Any) -> list[Any]:
+def run(ours_ms: list[float], theirs_ms: list[float], *, alone_s: float = 1.0, **place: Any) -> list[Any]:
     """Both pairs with these differences to their prefillers, round by round."""
     return [
         record
         for pair, alone, added in ((OURS, OURS_PREFILLER, ours_ms), (PULL, PULL_PREFILLER, theirs_ms))
         for rep, ms in enumerate(added)
-        for record in (asked(alone, 1.0, rep, **place), asked(pair, 1.0 + ms / 1000, rep, **place))
+        for record in (asked(alone, alone_s, rep, **place), asked(pair, alone_s + ms / 1000, rep, **place))
     ]
 
 
@@ -34,6 +34,12 @@ class TestInterval:
         assert found.value == pytest.approx(0.3)
         # A median of five drawn is the least of them in 5.8 % of draws, the greatest as often.
         assert found.interval == pytest.approx((0.1, 0.5))
+
+    def test_it_leaves_out_the_odd_draws_at_either_end(self) -> None:
+        interval = ratios.of_medians([float(v) for v in range(1, 22)], [1.0] * 21).interval
+        assert interval is not None
+        assert 5 <= interval[0] <= 8  # by the sign test's ranks: 6 and 16
+        assert 14 <= interval[1] <= 17
 
     def test_it_grows_with_the_divisors_spread_and_holds_the_value(self) -> None:
         above = [float(v) for v in range(40, 61)]
@@ -81,7 +87,8 @@ class TestHistory:
         ]
 
     def test_rounds_of_two_runs_are_not_compared_with_each_other(self) -> None:
-        runs = {name: run([add] * 5, [50.0] * 5) for name, add in (("a", 10.0), ("b", 20.0))}
+        slow_and_fast = (("a", 10.0, 9.0), ("b", 20.0, 1.0))
+        runs = {name: run([add] * 5, [50.0] * 5, alone_s=alone_s) for name, add, alone_s in slow_and_fast}
         (ratio, ours, _) = history.quotients(history.pooled(runs))[8000]
         assert (ratio.value, ours) == (pytest.approx(0.3), 10)
 
