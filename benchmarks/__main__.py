@@ -57,6 +57,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few, short prompts: does it work at all")
     parser.add_argument("--only", choices=KINDS)
     parser.add_argument("--sessions", default=",".join(DEFAULT), help=f"server sets to use, of {', '.join(SESSIONS)}")
+    parser.add_argument("--budget", type=float, metavar="S", help="seconds of first-token times for each server set")
     parser.add_argument("--results", type=Path, help="results directory to add to (default: a new one)")
     parser.add_argument("--lock", type=Path, help="file to lock exclusively while servers of a set are up")
     parser.add_argument("--timeline", type=Path, help="directory for our connector's timelines; they cost time")
@@ -68,7 +69,9 @@ def main() -> int:
     records = RecordFile(directory)
     if not args.summarise:
         extra = {"timeline_dir": str(args.timeline)} if args.timeline else {}
-        quick = QUICK if args.quick else {}
+        quick = dict(QUICK) if args.quick else {}
+        if args.budget:
+            quick |= {"ours_s": args.budget, "peers_s": args.budget}
         Patience.seconds = QUICK_PATIENCE_S if args.quick else Patience.seconds
         plan = Plan(records=records, model=str(random_llama()), only=args.only, ours_extra=extra, **quick)
         for name in args.sessions.split(","):
