@@ -64,7 +64,7 @@ def main() -> None:
     args = parser.parse_args()
     records = RecordFile(args.results or results_directory(ROOT, commit(ROOT)))
     if not args.summarise:
-        records.add("machine", servers="parts", **fingerprint(ROOT))
+        records.add("machine", servers="parts", **fingerprint(ROOT, "benchmarks.parts"))
         _measure(records, args.rounds, args.tokens)
     directory = records.path.parent
     found = read_records(records.path)
