@@ -32,7 +32,8 @@ from vllm_pd_connector.testing.servers import start_all
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs" / "benchmarks.md"
-KINDS = ("ttft", "interference", "idle", "transfer", "profile", "micro", "hook", "gpu")
+KINDS = ("ttft", "interference", "idle", "transfer", "profile", "micro", "hook", "writes", "gpu")
+PARTS_OF_MICRO = ("hook", "writes")
 SESSION_S = 900
 START_S = 180.0
 MICRO_S = 600
@@ -79,7 +80,7 @@ def main() -> int:
                 with _locked(args.lock), _recorded(name, records):
                     _run(name, plan, directory)
         for name, command in _processes(records, is_quick=args.quick).items():
-            if args.only == name or (args.only is None and name != "hook"):  # which is a part of micro
+            if args.only == name or (args.only is None and name not in PARTS_OF_MICRO):
                 with _locked(args.lock), _recorded(name, records):
                     _run_process(command)
     found = read_records(records.path)
@@ -110,6 +111,7 @@ def _processes(records: RecordFile, *, is_quick: bool) -> dict[str, list[str]]:
     return {
         "micro": ["benchmarks.micro", raw, *quick],
         "hook": ["benchmarks.micro", raw, "--only", "hook", "--rounds", "1" if is_quick else HOOK_ROUNDS],
+        "writes": ["benchmarks.micro", raw, "--only", "writes"],
         "gpu": ["benchmarks.gpu", str(records.path.parent)],
     }
 
