@@ -25,6 +25,7 @@ PEERS = (
     ("NixlPushConnector's", s.PUSH, s.PUSH_PREFILLER),
     ("NixlConnector's (pull) without its progress thread", s.THREADLESS, s.THREADLESS_PREFILLER),
 )
+SURE = f"{100 * s.CONFIDENCE:.0f} % interval "
 AS_SHIPPED = (s.PULL, s.PUSH)
 """The bar is for these."""
 
@@ -144,7 +145,7 @@ def _first_token(records: Sequence[s.Record]) -> Iterator[Row]:
                 yield Row(
                     f"the same ÷ {whose}, {a.tokens:,} tokens",
                     f"≤ {MAX_ADDED_RATIO}" if arm in AS_SHIPPED else "–",
-                    f"{ratios.text(ratio)}: {1000 * a.seconds.median:.1f} against {_added_ms(other)}",
+                    f"{ratios.text(ratio, SURE)}: {1000 * a.seconds.median:.1f} against {_added_ms(other)}",
                     ratio.value <= MAX_ADDED_RATIO if arm in AS_SHIPPED else None,
                 )
 

@@ -49,13 +49,13 @@ def added(ours: Added, theirs: Added) -> Ratio:
     return of_medians([ours.seconds.median], [theirs.seconds.median])
 
 
-def text(ratio: Ratio) -> str:
-    """As it stands in tables: the value, and the interval in brackets."""
+def text(ratio: Ratio, label: str = "") -> str:
+    """As it stands in tables: the value, and the interval in brackets, after its label."""
     value = _number(ratio.value)
     if ratio.interval is None:
         return value
     low, high = ratio.interval
-    return f"{value} ({100 * CONFIDENCE:.0f} %: {_number(low)} … {_number(high)})"
+    return f"{value} ({label}{_number(low)} … {_number(high)})"
 
 
 def _number(value: float) -> str:

@@ -51,7 +51,7 @@ class TestInterval:
     def test_a_divisor_that_may_be_nothing_leaves_no_upper_end(self) -> None:
         found = ratios.of_medians([1.0] * 9, [-1.0, -1.0, -1.0, -1.0, 4.0, 4.0, 4.0, 4.0, 4.0])
         assert found == ratios.Ratio(0.25, (0.25, math.inf))
-        assert ratios.text(found) == "0.25 (95 %: 0.25 … ∞)"
+        assert ratios.text(found) == "0.25 (0.25 … ∞)"
 
     def test_one_that_adds_nothing_is_never_in_our_favour(self) -> None:
         assert ratios.of_medians([-3.0] * 5, [-1.0] * 5).value == math.inf
@@ -66,7 +66,7 @@ class TestInterval:
 
     def test_the_table_of_bars_has_it_for_differences_within_rounds(self) -> None:
         row = bars.rows(run([10.0] * 5, [40.0] * 5))[1]
-        assert row.value.startswith("0.25 (95 %: 0.25 … 0.25): 10.0 against 40.0")
+        assert row.value.startswith("0.25 (95 % interval 0.25 … 0.25): 10.0 against 40.0")
 
 
 class TestHistory:
@@ -80,10 +80,10 @@ class TestHistory:
         assert history.markdown(runs).splitlines() == [
             "| run | 7,000 tokens | 8,000 tokens |",
             "|---|---|---|",
-            "| first | 0.01 (95 %: 0.01 … 0.01), n=5/5 | – |",
-            "| second | – | 0.75 (95 %: 0.75 … 0.75), n=5/5 |",
-            "| third | – | 0.25 (95 %: 0.25 … 0.25), n=7/7 |",
-            "| the runs to 8,000 tokens, pooled | – | 0.25 (95 %: 0.25 … 0.75), n=12/12 |",
+            "| first | 0.01 (0.01 … 0.01), n=5/5 | – |",
+            "| second | – | 0.75 (0.75 … 0.75), n=5/5 |",
+            "| third | – | 0.25 (0.25 … 0.25), n=7/7 |",
+            "| the runs to 8,000 tokens, pooled | – | 0.25 (0.25 … 0.75), n=12/12 |",
         ]
 
     def test_rounds_of_two_runs_are_not_compared_with_each_other(self) -> None:
