@@ -127,13 +127,17 @@ class Share:
 
 
 def hooks(records: Iterable[Record]) -> list[Hook]:
-    """Every load of every writer with the rounds it was measured in, and the baseline."""
+    """Every load of every writer with the rounds it was measured in, and the baseline.
+
+    Rounds that others disturbed are left out, where there are others; older records do not say.
+    """
     rounds: dict[str, list[Record]] = {}
     for r in records:
         if r["kind"] == "micro" and (HOOK.match(r["what"]) or "is_baseline" in r):
             rounds.setdefault(r["what"], []).append(r)
     found: list[Hook] = []
-    for what, rows in rounds.items():
+    for what, every in rounds.items():
+        rows = [r for r in every if not r.get("disturbed")] or every
         of_writer = HOOK.match(what)
         low, high = min(r["low_ns"] for r in rows), max(r["high_ns"] for r in rows)
         found.append(

@@ -284,6 +284,9 @@ class TestBars:
         (row,) = bars.rows(rounds)
         assert row.is_met is True
         assert row.value == "p50 1.80 (1.00 … 9.00), n=3 rounds; least 0.50, max 10.00 µs of 30"
+        rounds[2]["disturbed"] = True
+        assert bars.rows(rounds)[0].value == "p50 1.40 (1.00 … 1.80), n=2 rounds; least 0.50, max 2.80 µs of 20"
+        assert bars.rows(rounds[2:])[0].value.startswith("p50 9.00")
 
     def test_the_layer_wise_bar_is_for_the_longest_prompt(self) -> None:
         records = [transfer(arm, LAYERED, tokens=t) for arm in (BY_LAYER, NOT_BY_LAYER) for t in (200, 8000)]
