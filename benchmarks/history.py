@@ -77,8 +77,8 @@ def _cell(found: Ratios, tokens: int) -> str:
 
 
 def _begun(path: Path) -> str:
-    """When a run began: its first machine's time."""
-    return min(str(r["started"]) for r in read_records(path) if r["kind"] == "machine")
+    """When a run began: its first machine's time, or nothing where none was recorded."""
+    return min((str(r["started"]) for r in read_records(path) if r["kind"] == "machine"), default="")
 
 
 if __name__ == "__main__":
