@@ -37,7 +37,7 @@ PARTS_OF_MICRO = ("hook", "writes")
 SESSION_S = 900
 START_S = 180.0
 MICRO_S = 600
-HOOK_ROUNDS = "8"
+HOOK_ROUNDS = "5"
 QUICK_PATIENCE_S = 1.0
 QUICK: dict[str, Any] = {
     "lengths": (200, 1000),
