@@ -87,10 +87,16 @@ NB_MODULE(_native, m) {
 
     nb::class_<pd::Poller>(m, "Poller")
         .def("__init__",
-             [](pd::Poller *self, std::shared_ptr<pd::Bell> bell, std::shared_ptr<pd::NixlAbi> abi, double nap_s) {
-                 new (self) pd::Poller(std::move(bell), std::move(abi), of_seconds(nap_s));
+             [](pd::Poller *self, std::shared_ptr<pd::Bell> bell, std::shared_ptr<pd::NixlAbi> abi, double nap_s,
+                std::vector<int> cpus, std::uintptr_t select_device, std::uintptr_t device) {
+                 pd::ThreadPlace place{std::move(cpus), reinterpret_cast<int (*)(void *)>(select_device),
+                                       reinterpret_cast<void *>(device)};
+                 nb::gil_scoped_release release;  // it waits for the thread, whose `select_device` may be Python
+                 new (self) pd::Poller(std::move(bell), std::move(abi), of_seconds(nap_s), std::move(place));
              },
-             "bell"_a, "abi"_a.none(), "nap_s"_a)
+             "bell"_a, "abi"_a.none(), "nap_s"_a, "cpus"_a, "select_device"_a, "device"_a)
+        .def_prop_ro("pin_error", &pd::Poller::pin_error)
+        .def_prop_ro("device_error", &pd::Poller::device_error)
         .def("arm",
              [](pd::Poller &poller, std::shared_ptr<pd::LayerWords> words, std::vector<std::size_t> layers,
                 std::uint64_t step, std::uintptr_t request, std::int64_t deadline_ns) {

@@ -1,17 +1,52 @@
 #include "poller.hpp"
 
+#include <pthread.h>
+#include <sched.h>
 #include <sys/prctl.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <stdexcept>
 
 namespace pd {
+
+namespace {
+
+// Keep the calling thread to these cores, of which there is at least one; an errno.
+int pin_to(const std::vector<int> &cpus) {
+    const auto [least, most] = std::minmax_element(cpus.begin(), cpus.end());
+    if (*least < 0) {
+        return EINVAL;
+    }
+    cpu_set_t *set = CPU_ALLOC(*most + 1);  // a cpu_set_t of its own has room for 1024 only
+    if (set == nullptr) {
+        return ENOMEM;
+    }
+    const std::size_t size = CPU_ALLOC_SIZE(*most + 1);
+    CPU_ZERO_S(size, set);
+    for (const auto cpu : cpus) {
+        CPU_SET_S(cpu, size, set);
+    }
+    const int error = pthread_setaffinity_np(pthread_self(), size, set);
+    CPU_FREE(set);
+    return error;
+}
+
+}  // namespace
 
 bool ArmedWrite::is_ready() const {
     return std::all_of(layers.begin(), layers.end(), [this](auto layer) { return words->is_ready(layer, step); });
 }
 
-Poller::Poller(std::shared_ptr<Bell> bell, std::shared_ptr<const NixlAbi> abi, std::chrono::nanoseconds nap)
-    : bell_(std::move(bell)), abi_(std::move(abi)), nap_(nap), thread_([this] { run(); }) {}
+Poller::Poller(std::shared_ptr<Bell> bell, std::shared_ptr<const NixlAbi> abi, std::chrono::nanoseconds nap,
+               ThreadPlace place)
+    : bell_(std::move(bell)), abi_(std::move(abi)), nap_(nap), thread_([this, place = std::move(place)] {
+          settle(place);
+          settled_.ring();
+          run();
+      }) {
+    settled_.wait();
+}
 
 Poller::~Poller() { close(); }
 
@@ -46,8 +81,18 @@ void Poller::close() {
     }
 }
 
-void Poller::run() {
+void Poller::settle(const ThreadPlace &place) {
+    pthread_setname_np(pthread_self(), "pd-poller");
     prctl(PR_SET_TIMERSLACK, 1000UL);  // else Linux makes every nap 50 us longer
+    if (!place.cpus.empty()) {
+        pin_error_ = pin_to(place.cpus);
+    }
+    if (place.select_device != nullptr) {
+        device_error_ = place.select_device(place.device);
+    }
+}
+
+void Poller::run() {
     while (!is_closing_) {
         bool is_over = false;
         bool is_idle = false;

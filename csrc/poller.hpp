@@ -38,12 +38,25 @@ struct ArmedWrite {
     bool is_ready() const;
 };
 
+// Where the thread runs.
+struct ThreadPlace {
+    std::vector<int> cpus;  // the cores it keeps to; empty: any
+
+    // Called once on the thread, before anything else there, with `device`; not 0 is a failure. Null: no device. A
+    // pointer, so that nothing here has to be built or linked with the device's library.
+    int (*select_device)(void *device) = nullptr;
+    void *device = nullptr;
+};
+
 class Poller {
   public:
     // Rings `bell` whenever a write has come to an end. `abi` may be empty when no write has a request.
     // `nap`: between two looks while anything is armed or in flight, so that whoever computes a layer only has to store
     // its word. With nothing to look at it sleeps until it is woken.
-    Poller(std::shared_ptr<Bell> bell, std::shared_ptr<const NixlAbi> abi, std::chrono::nanoseconds nap);
+    // `place`: what of it fails is told by `pin_error` and `device_error`, and the thread runs without it. It has been
+    // tried when the constructor returns.
+    Poller(std::shared_ptr<Bell> bell, std::shared_ptr<const NixlAbi> abi, std::chrono::nanoseconds nap,
+           ThreadPlace place);
     ~Poller();
 
     Poller(const Poller &) = delete;
@@ -58,10 +71,17 @@ class Poller {
     // Look now, without the rest of the nap. Any thread.
     void wake() { awake_.ring(); }
 
+    // An errno; 0 when the thread keeps to its cores, or may run on any.
+    int pin_error() const { return pin_error_; }
+
+    // What `select_device` returned; 0 where there is no device.
+    int device_error() const { return device_error_; }
+
     // The thread has ended when this returns; writes that are armed stay so. Idempotent.
     void close();
 
   private:
+    void settle(const ThreadPlace &place);
     void run();
     bool advance(ArmedWrite &write);
     void post(ArmedWrite &write);
@@ -70,6 +90,9 @@ class Poller {
     std::shared_ptr<const NixlAbi> abi_;
     std::chrono::nanoseconds nap_;
     Bell awake_;
+    Bell settled_;
+    int pin_error_ = 0;  // these two are written before `settled_` rings
+    int device_error_ = 0;
     std::mutex mutex_;
     std::vector<std::shared_ptr<ArmedWrite>> writes_;  // armed or posted; guarded by mutex_
     std::atomic<bool> is_closing_{false};

@@ -33,7 +33,7 @@ ORDER = [
 """A room may import those before it. `engine` and what stands beside it may import them all."""
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-BLANKET_EXCEPTS = {"engine/messenger.py": 1}
+BLANKET_EXCEPTS = {"control/dispatcher.py": 2, "engine/messenger.py": 1}
 """Places where everything is caught on purpose; each says why in a comment."""
 
 

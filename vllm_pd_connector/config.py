@@ -158,8 +158,10 @@ class PDConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     full_cuda_graphs: Annotated[
         bool,
         Meta(
-            description="On a prefiller, let vLLM replay whole steps as CUDA graphs; layers are then announced from "
-            "inside them. Needs nvcc at installation or the cupy extra. Off: attention runs between graph pieces."
+            description="Let vLLM replay whole steps as CUDA graphs, in which no layer hook runs; off: attention runs "
+            "between graph pieces. On a GPU turn it on for a kv_consumer, which has no layers to announce. A "
+            "kv_producer or kv_both then announces them from inside the graphs, and needs nvcc at installation or the "
+            "cupy extra for that; without, the pages of a replayed step leave at its end."
         ),
     ] = False
     max_parked: Annotated[

@@ -70,6 +70,9 @@ def test_shapes(request: pytest.FixtureRequest, stage: Stage, references: dict[s
     seen, verified, mismatched = arrived("pages_arrived", "pages_verified", "pages_mismatched")
     assert (seen, verified, mismatched) == (pages, 0 if row.is_native else pages, 0)
     assert prefiller.count_log("event=native_posting_on") == row.is_native
+    if row.has_second_runner:
+        assert all(server.count_log("Using V2 Model Runner") for server in servers)
+        assert prefiller.metrics().get("layers_unannounced", 0) == 0
     assert bytes_moved == computed
     score.check()
 

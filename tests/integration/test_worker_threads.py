@@ -4,7 +4,9 @@ import asyncio
 import base64
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +15,16 @@ from scheduler_rig import BLOCK, LAYERS, make_rig
 from vllm_pd_connector.config import PDConfig
 from vllm_pd_connector.control.fence_client import FenceClient, FenceOutcome
 from vllm_pd_connector.engine import worker_half
+from vllm_pd_connector.engine.layer_signal import LayerSignals
 from vllm_pd_connector.engine.step import BeginTransfer, CloseTransfer, ExpectTransfer, HandBack, StepMetadata
+from vllm_pd_connector.engine.word_signal import make_signals
 from vllm_pd_connector.engine.worker_half import WorkerHalf
 from vllm_pd_connector.errors import UnsupportedEngine
+from vllm_pd_connector.kernels import native
 from vllm_pd_connector.plan.extent import Span
 from vllm_pd_connector.plan.write import ChunkWrite
 from vllm_pd_connector.testing.shapes import whole_blocks
+from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.transport.memory import MemoryFabric, MemoryTransport
 from vllm_pd_connector.wire.messages import ControlEndpoint, DecoderRank, Reservation
 from vllm_pd_connector.wire.version import PROTOCOL_VERSION
@@ -37,15 +43,17 @@ def caches(fill: float) -> dict[str, torch.Tensor]:
 class Side:
     """One worker process's half."""
 
-    def __init__(self, directory: Path, role: str, fabric: MemoryFabric, fill: float, polls: int = 1) -> None:
+    def __init__(
+        self, directory: Path, role: str, transport: Callable[[str], Transport], fill: float, **settings: Any
+    ) -> None:
         rig = make_rig(directory, role=role, num_blocks=NUM_BLOCKS)
         self.kv = caches(fill)
         self.half = WorkerHalf(
-            PDConfig(min_write_bytes=1),  # layer by layer
+            PDConfig(min_write_bytes=1, **settings),  # layer by layer
             rig.scheduler.vllm_config,
             rig.scheduler.kv_cache_config,
             rank=0,
-            open_transport=lambda name, _placement: MemoryTransport(fabric, name, polls),
+            open_transport=lambda name, _placement: transport(name),
         )
         self.half.register(self.kv)
         self.sent: list[str] = []
@@ -61,8 +69,8 @@ class Side:
 def sides(tmp_path: Path) -> Iterator[tuple[Side, Side]]:
     fabric = MemoryFabric()
     made = (
-        Side(tmp_path, "kv_producer", fabric, 3.5),
-        Side(tmp_path, "kv_consumer", fabric, 0.0),
+        Side(tmp_path, "kv_producer", partial(MemoryTransport, fabric), 3.5),
+        Side(tmp_path, "kv_consumer", partial(MemoryTransport, fabric), 0.0),
     )
     yield made
     for side in made:
@@ -189,6 +197,67 @@ def test_hooks_outside_a_step_with_writes_cost_nothing_and_do_nothing(sides: tup
     assert prefiller.half.take_report() is None
 
 
+@pytest.fixture(params=["words", "a list"])
+def _either_signal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the compiled extension (if there is one) and without."""
+    if request.param == "a list":
+        monkeypatch.setattr(native, "is_built", lambda: False)
+
+
+def unannounced(side: Side) -> int:
+    return (side.half.take_stats() or {"counters": {}})["counters"].get("layers_unannounced", 0)
+
+
+def have_arrived(decoder: Side) -> bool:
+    return all(bool((decoder.kv[name][4:6] == 3.5).all()) for name in LAYERS)
+
+
+def blank(decoder: Side) -> None:
+    for name in LAYERS:
+        decoder.kv[name].zero_()
+
+
+@pytest.mark.usefixtures("_either_signal")
+def test_a_layer_without_a_hook_is_counted_and_its_pages_leave_at_the_steps_end(
+    sides: tuple[Side, Side], caplog: pytest.LogCaptureFixture
+) -> None:
+    prefiller, decoder = sides
+    with caplog.at_level("WARNING", logger="vllm_pd_connector"):
+        begin(prefiller, decoder, WRITE)
+        prefiller.half.layer_done("l0")
+        prefiller.half.layer_done("l0")  # a drafter's hook fires again: that is one layer
+        until(lambda: bool((decoder.kv["l0"][4:6] == 3.5).all()), "the announced layer does not arrive")
+        assert not decoder.kv["l1"].any()
+        assert unannounced(prefiller) == 0  # nobody can know before the step's end
+        prefiller.half.end_step()
+        until(lambda: have_arrived(decoder), "the layer without a hook does not arrive")
+        assert unannounced(prefiller) == 1
+        blank(decoder)
+        prefiller.half.start_step(StepMetadata(writes=[WRITE]))
+        prefiller.half.end_step()  # as after the replay of a full graph without signals: no hook at all
+        until(lambda: have_arrived(decoder), "a step without hooks sends nothing")
+    assert unannounced(prefiller) == 2
+    (said,) = [record.getMessage() for record in caplog.records if "layers_unannounced" in record.getMessage()]
+    assert "event=layers_unannounced rank=0 layers=1 of 2" in said  # once: the counter tells the rest
+
+
+@pytest.mark.usefixtures("_either_signal")
+def test_a_step_with_all_hooks_counts_no_layer_as_unannounced(
+    sides: tuple[Side, Side], caplog: pytest.LogCaptureFixture
+) -> None:
+    prefiller, decoder = sides
+    with caplog.at_level("WARNING", logger="vllm_pd_connector"):
+        begin(prefiller, decoder, WRITE)
+        for name in prefiller.kv:
+            prefiller.half.layer_done(name)
+        prefiller.half.end_step()
+        prefiller.half.start_step(StepMetadata())  # one without writes expects no hook
+        prefiller.half.end_step()
+        until(lambda: have_arrived(decoder), "the pages do not arrive")
+    assert unannounced(prefiller) == 0
+    assert "layers_unannounced" not in caplog.text
+
+
 def test_a_preemption_returns_when_the_pages_are_read_no_more(sides: tuple[Side, Side]) -> None:
     prefiller, decoder = sides
     begin(prefiller, decoder, WRITE)
@@ -205,8 +274,8 @@ def test_a_preemption_returns_when_the_pages_are_read_no_more(sides: tuple[Side,
 def test_the_wait_for_preempted_pages_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_half, "PREEMPTION_WAIT_S", 1.0)
     fabric = MemoryFabric()
-    prefiller = Side(tmp_path, "kv_producer", fabric, 3.5, polls=10**9)
-    decoder = Side(tmp_path, "kv_consumer", fabric, 0.0)
+    prefiller = Side(tmp_path, "kv_producer", partial(MemoryTransport, fabric, polls_per_write=10**9), 3.5)
+    decoder = Side(tmp_path, "kv_consumer", partial(MemoryTransport, fabric), 0.0)
     try:
         begin(prefiller, decoder, WRITE)
         prefiller.half.end_step()
@@ -252,6 +321,26 @@ def test_a_decoder_listens_on_no_control_port(sides: tuple[Side, Side]) -> None:
     assert decoder.half.handshake().control == ""
 
 
+@pytest.mark.parametrize(("role", "announces"), [("kv_producer", True), ("kv_both", True), ("kv_consumer", False)])
+def test_only_what_sends_pages_makes_signals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, announces: bool
+) -> None:
+    """A decoder's graphs stay as they are without us: no kernel of ours is captured in them."""
+    made: list[LayerSignals] = []
+
+    def make(*args: Any, **kwargs: Any) -> LayerSignals:
+        made.append(make_signals(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(worker_half, "make_signals", make)
+    side = Side(tmp_path, role, MemoryFabric(), 0.0)
+    try:
+        assert bool(made) is announces
+        assert not side.half.is_capturing
+    finally:
+        side.half.shutdown()
+
+
 @pytest.mark.parametrize(
     ("views", "complaint"),
     [
@@ -274,3 +363,4 @@ def test_pages_that_cannot_be_moved_are_refused_at_start(
     )
     with pytest.raises(UnsupportedEngine, match=complaint):
         half.register(views)
+    half.shutdown()  # as vLLM does with what it has made

@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_pd_connector.testing.machine import FEW_CORES, HOST, free_ports
+from vllm_pd_connector.testing.machine import (
+    FEW_CORES,
+    HOST,
+    SECOND_RUNNER,
+    SECOND_RUNNER_ARGS,
+    free_ports,
+    num_gpus,
+)
 from vllm_pd_connector.testing.models import random_deepseek, random_eagle, random_gemma, random_llama
 from vllm_pd_connector.testing.servers import ServerSpec
 
@@ -65,6 +72,7 @@ class Row:
         copies: decoder ranks that hold the same head.
         greetings: prefillers the decoder has in its pool.
         is_native: a native thread posts the prefiller's writes, so no digests travel.
+        has_second_runner: vLLM's V2 model runner computes on both sides.
         is_continued: prompts end with the reference's first token and come one by one, see `tests/e2e/test_shapes.py`.
     """
 
@@ -77,6 +85,7 @@ class Row:
     copies: int = 1
     greetings: int = 1
     is_native: bool = False
+    has_second_runner: bool = False
     is_continued: bool = False
 
 
@@ -106,6 +115,7 @@ ROWS: dict[str, Row] = {
     "MLA, TP 2 to 2": replace(MLA, decoder=2, prefiller=1),
     "sliding window and full": Row(servers="window", decoder=1, prefiller=0, reference="window", cache=GEMMA),
     "TP 1 to 2, posted natively": Row(servers="native", decoder=1, prefiller=0, is_native=True),
+    "V2 model runner, EAGLE layers": Row(servers="second", decoder=1, prefiller=0, cache=EAGLE, has_second_runner=True),
     "EAGLE layers": Row(servers="eagle", decoder=1, prefiller=0, cache=EAGLE),
 }
 
@@ -134,9 +144,16 @@ def window_set() -> list[ServerSpec]:
 
 def eagle_set() -> list[ServerSpec]:
     """The same drafter on both sides: its layer is one more."""
-    drafter = f'{{"method": "eagle", "model": "{random_eagle()}", "num_speculative_tokens": 2}}'
-    args = (*FLOAT32, "--speculative-config", drafter)
+    args = (*FLOAT32, *_drafter())
     return _one_way(random_llama(), args, args)
+
+
+def second_set() -> list[ServerSpec]:
+    """The same on the V2 model runner: on a GPU it is the default, on a CPU its kernels are interpreted."""
+    args, env = (*FLOAT32, *_drafter(), "--max-num-batched-tokens", "512"), {}
+    if not num_gpus():
+        args, env = (*args, *SECOND_RUNNER_ARGS), SECOND_RUNNER
+    return [replace(spec, cores=[core], env=env) for core, spec in enumerate(_one_way(random_llama(), args, args))]
 
 
 def native_set() -> list[ServerSpec]:
@@ -149,6 +166,12 @@ def native_set() -> list[ServerSpec]:
 def dp_set() -> list[ServerSpec]:
     """A decoder of two data-parallel ranks: two engines behind one address."""
     return _one_way(random_llama(), FLOAT32, (*FLOAT32, "--data-parallel-size", "2"))
+
+
+def _drafter() -> tuple[str, str]:
+    """An EAGLE model with two guesses."""
+    drafter = f'{{"method": "eagle", "model": "{random_eagle()}", "num_speculative_tokens": 2}}'
+    return "--speculative-config", drafter
 
 
 def _one_way(model: Path, prefiller_args: Sequence[str], decoder_args: Sequence[str]) -> list[ServerSpec]:

@@ -172,6 +172,7 @@ SETS: dict[str, Callable[[], Sequence[ServerSpec]]] = {
     "mla": shape_sets.mla_set,
     "window": shape_sets.window_set,
     "eagle": shape_sets.eagle_set,
+    "second": shape_sets.second_set,
     "dp": shape_sets.dp_set,
 }
 

@@ -1,13 +1,18 @@
 """The layer hook while a CUDA graph is captured: vLLM calls it only if the connector says that metadata is bound."""
 
+import inspect
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from vllm_pd_connector.engine.connector import PDConnector
+from vllm_pd_connector.engine.layer_signal import EventLayerSignal
 from vllm_pd_connector.engine.step import StepMetadata
+from vllm_pd_connector.engine.word_signal import make_signals
 from vllm_pd_connector.kernels import device_launch
 
 
@@ -59,16 +64,23 @@ def test_a_step_announces_its_layers(connector: Any) -> None:
     assert hook(connector) == [("done", "l0")]
 
 
-@pytest.mark.parametrize(
-    ("extra", "has_kernels", "piecewise"),
-    [
-        ({}, True, True),
-        ({"full_cuda_graphs": True}, True, False),
-        ({"full_cuda_graphs": True}, False, True),
-    ],
-)
-def test_full_graphs_need_the_operators_word_and_the_kernels(
-    monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any], has_kernels: bool, piecewise: bool
-) -> None:
-    monkeypatch.setattr(device_launch, "is_available", lambda: has_kernels)
+@pytest.mark.parametrize(("extra", "piecewise"), [({}, True), ({"full_cuda_graphs": True}, False)])
+def test_full_graphs_need_the_operators_word(extra: dict[str, Any], piecewise: bool) -> None:
     assert PDConnector.requires_piecewise_for_cudagraph(extra) is piecewise
+
+
+def test_vllm_asks_for_graphs_without_telling_the_role() -> None:
+    """Why a decoder, which announces nothing, needs the word too. Where this fails, the role can be looked at."""
+    asked = inspect.signature(KVConnectorBase_V1.requires_piecewise_for_cudagraph)
+    assert list(asked.parameters) == ["extra_config"]
+
+
+@pytest.mark.parametrize("has_full_graphs", [True, False])
+def test_a_prefiller_that_cannot_announce_from_inside_a_graph_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, has_full_graphs: bool
+) -> None:
+    monkeypatch.setattr(device_launch, "is_available", lambda: False)
+    monkeypatch.setattr(logging.getLogger("vllm_pd_connector"), "propagate", True)
+    signals = make_signals(torch.device("cuda"), 2, None, has_full_graphs=has_full_graphs)
+    assert isinstance(signals.begin_step(), EventLayerSignal)  # at the step's end it announces what no hook did
+    assert ("event=graphs_without_signals" in caplog.text) is has_full_graphs

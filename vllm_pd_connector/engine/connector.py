@@ -23,7 +23,6 @@ from vllm_pd_connector.engine.scheduler_half import SchedulerHalf
 from vllm_pd_connector.engine.stats import PDPromMetrics, PDStats
 from vllm_pd_connector.engine.step import RankHandshake, StepMetadata, WorkerReport
 from vllm_pd_connector.engine.worker_half import WorkerHalf
-from vllm_pd_connector.kernels import device_launch
 from vllm_pd_connector.telemetry.log import adopt_vllm_logging
 
 if TYPE_CHECKING:
@@ -85,8 +84,9 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        # The replay of a full graph runs no layer hook: the signals have to be part of the graph.
-        return not (extra_config.get("full_cuda_graphs") and device_launch.is_available())
+        # The replay of a full graph runs no layer hook. A decoder needs none, but vLLM does not tell the role here,
+        # so that the operator has to; what a prefiller lacks for it `make_signals` says.
+        return not extra_config.get("full_cuda_graphs")
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:

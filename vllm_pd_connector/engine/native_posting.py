@@ -13,7 +13,9 @@ from vllm_pd_connector.kernels.poller import Poller
 if TYPE_CHECKING:
     import torch
 
+    from vllm_pd_connector.config import PDConfig
     from vllm_pd_connector.kernels.bell import Bell
+    from vllm_pd_connector.kernels.poller import ThreadPlace
     from vllm_pd_connector.transport.base import ArmingTransport, Transport
 
 logger = getLogger(__name__)
@@ -37,22 +39,27 @@ class NativeThread:
             self.poller.close()
 
 
-def open_native_thread(transport: Transport, device: torch.device, *, is_wanted: bool) -> NativeThread:
+def open_native_thread(
+    transport: Transport, device: torch.device, place: ThreadPlace, config: PDConfig
+) -> NativeThread:
     """Start what can be started.
 
     Args:
         transport: with its pages registered.
         device: where the KV cache is.
-        is_wanted: the operator's `native_posting`; where it does not work the messenger posts, and the log says why.
+        place: where the thread runs.
+        config: where its `native_posting` does not work the messenger posts, and the log says why.
     """
-    if is_wanted:
+    if config.native_posting:
         try:
+            if config.verify_pages:
+                raise UnsupportedEngine("verify_pages is set, and Python takes the digests when it posts")
             if not hasattr(transport, "arm"):
                 raise UnsupportedEngine(f"{type(transport).__name__} has no writes that a native thread could post")
             if not native.is_built():
                 raise UnsupportedEngine(native.describe())
             arming, bell = cast("ArmingTransport", transport), native.extension().Bell()
-            thread = NativeThread(arming.open_poller(bell), arming, bell)
+            thread = NativeThread(arming.open_poller(bell, place), arming, bell)
         except UnsupportedEngine as error:
             logger.warning("event=native_posting_off reason=%s", error)
         else:
@@ -60,5 +67,5 @@ def open_native_thread(transport: Transport, device: torch.device, *, is_wanted:
             return thread
     if device.type == "cuda" and native.is_built():
         bell = native.extension().Bell()
-        return NativeThread(Poller(bell), bell=bell)
+        return NativeThread(Poller(bell, place=place), bell=bell)
     return NativeThread()

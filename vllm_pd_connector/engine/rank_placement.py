@@ -6,18 +6,25 @@ import ctypes
 import os
 from contextlib import suppress
 from logging import getLogger
+from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_pd_connector.errors import UnsupportedEngine
+from vllm_pd_connector.kernels.cuda_context import primary_context
+from vllm_pd_connector.kernels.poller import ThreadPlace
 from vllm_pd_connector.topology.placement import Placement, place
-from vllm_pd_connector.topology.sysfs import read_device, read_nics, read_node_cpus
+from vllm_pd_connector.topology.sysfs import SYSFS, read_device, read_nics, read_node_cpus
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 logger = getLogger(__name__)
 
 PR_SET_TIMERSLACK = 29  # linux/prctl.h
 
 
-def rank_placement(device: torch.device) -> Placement:
+def rank_placement(device: torch.device, root: Path = SYSFS) -> Placement:
     """The ports and cores for a rank's GPU; an empty one without a GPU, or where the machine does not show its bus.
 
     Called once at start.
@@ -26,13 +33,13 @@ def rank_placement(device: torch.device) -> Placement:
         return Placement()
     properties = torch.cuda.get_device_properties(device)
     address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    gpu = read_device(address)
+    gpu = read_device(address, root)
     if gpu is None:
         logger.info("event=placement_unknown gpu=%s not in sysfs; the transport chooses its ports", address)
         return Placement()
     allowed = os.sched_getaffinity(0)
-    node_cpus = {node: cpus & allowed for node, cpus in read_node_cpus().items()}
-    placement = place(gpu, read_nics(), node_cpus)
+    node_cpus = {node: cpus & allowed for node, cpus in read_node_cpus(root).items()}
+    placement = place(gpu, read_nics(root), node_cpus)
     logger.info(
         "event=placed gpu=%s nics=%s distance=%s cpus=%d",
         address,
@@ -43,10 +50,39 @@ def rank_placement(device: torch.device) -> Placement:
     return placement
 
 
+def settle_this_thread(device: torch.device, placement: Placement) -> None:
+    """Give the calling thread its GPU and its cores, and have its waits end in time."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    pin_this_thread(placement)
+    sharpen_this_thread()
+
+
+def native_place(device: torch.device, placement: Placement) -> ThreadPlace:
+    """The same GPU and cores for a native thread, which has no Python to select a device with.
+
+    Args:
+        device: where the KV cache is.
+        placement: of the rank.
+    """
+    if device.type != "cuda":
+        return ThreadPlace(placement.cpus)
+    try:
+        return ThreadPlace(
+            placement.cpus, *primary_context(torch.cuda.current_device() if device.index is None else device.index)
+        )
+    except UnsupportedEngine as error:
+        logger.warning("event=poller_without_device reason=%s", error)
+        return ThreadPlace(placement.cpus)
+
+
 def pin_this_thread(placement: Placement) -> None:
-    """Keep the calling thread on the cores of its GPU's NUMA node."""
+    """Keep the calling thread on the cores of its GPU's NUMA node. Refused, it goes on and the log says so."""
     if placement.cpus:
-        os.sched_setaffinity(0, placement.cpus)
+        try:
+            os.sched_setaffinity(0, placement.cpus)
+        except (OSError, ValueError, OverflowError) as error:
+            logger.warning("event=messenger_not_pinned cpus=%s reason=%s", sorted(placement.cpus), error)
 
 
 def sharpen_this_thread() -> None:

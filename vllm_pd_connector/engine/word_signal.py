@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from functools import partial
+from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
     from vllm_pd_connector.kernels.device_launch import DeviceLaunch
     from vllm_pd_connector.kernels.poller import Poller
+
+logger = getLogger(__name__)
 
 WORD_BYTES = 8
 NEVER_NS = 2**62
@@ -129,18 +132,26 @@ class WordSignal:
         return Trigger(self._words, layers, self._step, deadline_ns)
 
 
-def make_signals(device: torch.device, num_layers: int, poller: Poller | None) -> LayerSignals:
+def make_signals(
+    device: torch.device, num_layers: int, poller: Poller | None, *, has_full_graphs: bool = False
+) -> LayerSignals:
     """The best signals this installation has for a device.
 
     Args:
         device: where the KV cache is.
         num_layers: layers of the rank.
         poller: None where nothing was compiled.
+        has_full_graphs: vLLM may replay whole steps, in which no Python runs.
     """
     if device.type != "cuda" and native.is_built():
         return HostWords(num_layers)
     if device.type == "cuda" and poller is not None and device_launch.is_available():
         return DeviceWords(num_layers, device, device_launch.make_launch(), poller)
+    if device.type == "cuda" and has_full_graphs:
+        logger.warning(
+            "event=graphs_without_signals full_cuda_graphs is on, but no kernels are here that announce layers from "
+            "inside a graph: pages of replayed steps leave at the step's end; turn it off, or install nvcc or cupy"
+        )
     return PlainSignals(device.type, num_layers)
 
 

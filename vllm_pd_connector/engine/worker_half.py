@@ -23,7 +23,7 @@ from vllm_pd_connector.engine.layer_signal import LayerSignal, LayerSignals, Pla
 from vllm_pd_connector.engine.messenger import Messenger
 from vllm_pd_connector.engine.native_posting import NativeThread, open_native_thread
 from vllm_pd_connector.engine.posting import Posting
-from vllm_pd_connector.engine.rank_placement import pin_this_thread, rank_placement, sharpen_this_thread
+from vllm_pd_connector.engine.rank_placement import native_place, rank_placement, settle_this_thread
 from vllm_pd_connector.engine.receiver import Receiver
 from vllm_pd_connector.engine.step import RankHandshake, StepMetadata, WorkerReport
 from vllm_pd_connector.engine.word_signal import make_signals
@@ -119,7 +119,6 @@ class WorkerHalf:
         groups = vllm_cache.check_engine(self._vllm_config, self._kv_cache_config)
         pages = vllm_cache.page_table(kv_caches, self._kv_cache_config)
         self._pages = pages.table
-        self._layers = {name: index for index, name in enumerate(pages.names)}
         self._shape = vllm_cache.cache_shape(self._vllm_config, self._kv_cache_config, pages, groups)
         rank = WorkerRank(
             tp_rank=self._tp_rank,
@@ -136,6 +135,7 @@ class WorkerHalf:
                 f"{self._shape.tensor_parallel_size} ranks make {rank.geometry.page(rank.tp_rank).page_bytes} B"
             )
         self._open_duties(rank, next(iter(kv_caches.values())).device)
+        self._layers = {name: index for index, name in enumerate(pages.names)}
         if self._vllm_config.kv_transfer_config.is_kv_producer:
             self._fences = self._listen()
             self._fences.start()
@@ -156,9 +156,11 @@ class WorkerHalf:
         placement = rank_placement(device)
         self._transport = self._open_transport(f"pd-{self._generation}-{self._rank}", placement)
         self._transport.register(self._pages)
-        is_wanted = self._config.native_posting and not self._config.verify_pages  # digests are taken by Python
-        self._native = open_native_thread(self._transport, device, is_wanted=is_wanted)
-        self._signals = make_signals(device, self._pages.num_layers, self._native.poller)
+        self._native = open_native_thread(self._transport, device, native_place(device, placement), self._config)
+        if self._vllm_config.kv_transfer_config.is_kv_producer:  # a decoder's graphs are to stay free of signals
+            self._signals = make_signals(
+                device, self._pages.num_layers, self._native.poller, has_full_graphs=self._config.full_cuda_graphs
+            )
         self._grain = Grain(
             HOST_SHARE if device.type == "cpu" else DEVICE_SHARE, min_write_bytes=self._config.min_write_bytes
         )
@@ -187,7 +189,7 @@ class WorkerHalf:
         self._messenger = self._open_messenger(
             [self._writer, self._receiver],
             self._config.poll_pause_s,
-            on_start=partial(_start_thread, device, placement),
+            on_start=partial(settle_this_thread, device, placement),
             bell=self._native.bell,
         )
         self._wake = self._messenger.bell.ring
@@ -205,7 +207,7 @@ class WorkerHalf:
 
     def start_step(self, orders: StepMetadata) -> None:
         """Hand the step's orders over, before its forward pass."""
-        self._signal, self._hooks = None, {}
+        self.end_step()  # V1 with a drafter does not end the steps of its early pipeline stages
         layers: list[range] = []
         if orders.writes:
             self._signal = self._signals.begin_step()
@@ -373,13 +375,6 @@ class WorkerHalf:
 def _bump_and_wake(bump: Callable[[int], None], layer: int, wake: Callable[[], None]) -> None:
     bump(layer)
     wake()
-
-
-def _start_thread(device: torch.device, placement: Placement) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    pin_this_thread(placement)
-    sharpen_this_thread()
 
 
 def _drain(queue: deque[str]) -> set[str]:

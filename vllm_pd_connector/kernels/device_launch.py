@@ -13,6 +13,8 @@ from vllm_pd_connector.errors import UnsupportedEngine
 from vllm_pd_connector.kernels import native
 
 SOURCE = Path(__file__).with_name("layer_signal.cu")
+OPTIONS = ("-std=c++17",)
+"""What NVRTC is told."""
 
 
 class DeviceLaunch(Protocol):
@@ -42,7 +44,7 @@ class RuntimeCompiled:
         import cupy
 
         self._cupy = cupy
-        module = cupy.RawModule(code=SOURCE.read_text(), options=("-std=c++17",))
+        module = cupy.RawModule(code=SOURCE.read_text(), options=OPTIONS)
         self._begin, self._signal, self._finish = (
             module.get_function(name) for name in ("pd_begin_step", "pd_signal_layer", "pd_finish_step")
         )
@@ -66,8 +68,11 @@ class RuntimeCompiled:
 
 
 def is_available() -> bool:
-    """Whether `make_launch` will work on a machine with a GPU. Imports nothing, needs no GPU."""
-    return (native.is_built() and native.extension().has_cuda) or find_spec("cupy") is not None
+    """Whether layers can be announced by kernels on a machine with a GPU. Imports nothing, needs no GPU.
+
+    Cupy alone is not enough: the words that kernels write are read by the extension.
+    """
+    return native.is_built() and (native.extension().has_cuda or find_spec("cupy") is not None)
 
 
 def make_launch() -> DeviceLaunch:

@@ -32,4 +32,4 @@ def describe() -> str:
     """One phrase for logs and for setup: what of the compiled parts is here."""
     if _native is None:
         return f"no compiled extension ({WHY_MISSING})"
-    return "compiled extension " + ("with CUDA kernels" if _native.has_cuda else "without CUDA kernels (no nvcc)")
+    return "compiled extension " + ("with CUDA kernels" if _native.has_cuda else "without CUDA kernels (no fit nvcc)")

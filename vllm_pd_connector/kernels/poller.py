@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from logging import getLogger
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_pd_connector.kernels import native
@@ -11,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm_pd_connector.kernels.bell import Bell
+
+logger = getLogger(__name__)
 
 NAP_S = 20e-6
 """Between two looks while anything is armed or in flight. The core it needs meanwhile is the price of a layer hook that
@@ -34,6 +38,25 @@ class Trigger:
     deadline_ns: int
 
 
+@dataclass(frozen=True, slots=True)
+class ThreadPlace:
+    """Where a native thread runs.
+
+    Attributes:
+        cpus: cores it keeps to; empty: any.
+        select_device: address of a C function `int f(void *device)` that is called once on the thread, before anything
+            else there; 0: no device.
+        device: what it is called with.
+    """
+
+    cpus: frozenset[int] = frozenset()
+    select_device: int = 0
+    device: int = 0
+
+
+ANYWHERE = ThreadPlace()
+
+
 class ArmedWrite(Protocol):
     """A write that waits for its trigger, then for its end.
 
@@ -54,13 +77,19 @@ class Poller:
     Args:
         bell: compiled; rung when a write has come to an end or a watched layer is ready.
         abi: `_native.NixlAbi`, to post NIXL requests.
+        place: where the thread runs; what of it cannot be had is logged, and the thread runs without it.
 
     Raises:
         ImportError: there is no compiled extension.
     """
 
-    def __init__(self, bell: Bell, abi: Any = None) -> None:
-        self._poller = native.extension().Poller(bell, abi, NAP_S)
+    def __init__(self, bell: Bell, abi: Any = None, place: ThreadPlace = ANYWHERE) -> None:
+        cpus = sorted(place.cpus)
+        self._poller = native.extension().Poller(bell, abi, NAP_S, cpus, place.select_device, place.device)
+        if self._poller.pin_error:
+            logger.warning("event=poller_not_pinned cpus=%s reason=%s", cpus, os.strerror(self._poller.pin_error))
+        if self._poller.device_error:
+            logger.warning("event=poller_without_device reason=error %d of the driver", self._poller.device_error)
 
     def arm(self, trigger: Trigger, request: int) -> ArmedWrite:
         """Post a request once its trigger is met. Waits for a post that is under way."""

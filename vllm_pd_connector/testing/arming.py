@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.errors import PeerLost
+from vllm_pd_connector.kernels.poller import ANYWHERE
 from vllm_pd_connector.transport.base import WriteStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm_pd_connector.kernels.bell import Bell
-    from vllm_pd_connector.kernels.poller import Poller, Trigger
+    from vllm_pd_connector.kernels.poller import Poller, ThreadPlace, Trigger
     from vllm_pd_connector.plan.write import BoundWrite
     from vllm_pd_connector.transport.base import Transport
 
@@ -43,7 +44,7 @@ class ArmingByPoll:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._below, name)
 
-    def open_poller(self, bell: Bell) -> Poller:
+    def open_poller(self, bell: Bell, place: ThreadPlace = ANYWHERE) -> Poller:
         raise NotImplementedError("there is no thread here: poll")
 
     def prepare_write(self, lane: Any, write: BoundWrite, note: bytes) -> PolledWrite:

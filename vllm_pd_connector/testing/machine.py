@@ -20,6 +20,9 @@ ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "
 CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # GiB of KV; we pin, not vLLM
 FEW_CORES = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent / "few_cores")}
 """For servers whose processes share cores; see `few_cores/sitecustomize.py`."""
+SECOND_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(Path(__file__).parent / "second_runner")}
+"""For servers with vLLM's V2 model runner on a CPU, which also need `SECOND_RUNNER_ARGS`."""
+SECOND_RUNNER_ARGS = ("--worker-cls", "vllm_pd_connector.testing.second_runner_worker.SecondRunnerWorker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from vllm_pd_connector.geometry.page_table import PageTable, PageView
 from vllm_pd_connector.kernels.bell import Bell
-from vllm_pd_connector.kernels.poller import Poller, Trigger
+from vllm_pd_connector.kernels.poller import ANYWHERE, Poller, ThreadPlace, Trigger
 from vllm_pd_connector.plan.write import BoundWrite
 
 
@@ -155,11 +155,12 @@ def post_write(transport: Transport, lane: Lane, write: BoundWrite, note: bytes)
 class ArmingTransport(Transport, Protocol):
     """A transport whose writes can be posted by a native thread when their layers are ready."""
 
-    def open_poller(self, bell: Bell) -> Poller:
+    def open_poller(self, bell: Bell, place: ThreadPlace = ANYWHERE) -> Poller:
         """Try native posting out and start the thread. Called once, after `register`.
 
         Args:
             bell: `_native.Bell`.
+            place: where the thread runs.
 
         Raises:
             UnsupportedEngine: it does not work with what is installed; nothing has changed.

@@ -20,7 +20,7 @@ from packaging.version import Version
 from vllm_pd_connector.errors import PeerLost, UnsupportedEngine
 from vllm_pd_connector.geometry.page_table import PageTable, PageView
 from vllm_pd_connector.kernels.bell import Bell
-from vllm_pd_connector.kernels.poller import ArmedWrite, Poller, Trigger
+from vllm_pd_connector.kernels.poller import ANYWHERE, ArmedWrite, Poller, ThreadPlace, Trigger
 from vllm_pd_connector.plan.write import BoundWrite
 from vllm_pd_connector.transport.base import WriteStatus
 from vllm_pd_connector.transport.nixl_abi import tried_abi
@@ -141,8 +141,12 @@ class NixlTransport:
             handle.status = WriteStatus.FAILED
             raise PeerLost(f"write to {handle.peer.name}: {error!r}") from error
 
-    def open_poller(self, bell: Bell) -> Poller:
-        self._poller = Poller(bell, tried_abi(self._agent, _open_agent(f"{self._name}-probe", self._backend)))
+    def open_poller(self, bell: Bell, place: ThreadPlace = ANYWHERE) -> Poller:
+        try:
+            abi = tried_abi(self._agent, _open_agent(f"{self._name}-probe", self._backend))
+        except (*NIXL_ERRORS, AttributeError, TypeError) as error:  # the trial looks into the binding's own objects
+            raise UnsupportedEngine(f"native_posting: NIXL's binding is not as expected: {error!r}") from error
+        self._poller = Poller(bell, abi, place)
         return self._poller
 
     def arm(self, handle: NixlWrite, trigger: Trigger) -> None:

@@ -7,6 +7,7 @@ may be missing or mean something else in another release of NIXL, so a write of 
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -57,21 +58,12 @@ def _library() -> Path:
 def _try(abi: Any, agent: Any, probe: Any) -> None:
     source = np.random.default_rng().integers(1, 255, SCRATCH_BYTES, dtype=np.uint8)
     target = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
-    here = agent.register_memory([(source.ctypes.data, SCRATCH_BYTES, 0, "")], "DRAM")
-    there = probe.register_memory([(target.ctypes.data, SCRATCH_BYTES, 0, "")], "DRAM")
-    name = agent.add_remote_agent(probe.get_agent_metadata())
-    name = name.decode() if isinstance(name, bytes) else name
-    request = agent.initialize_xfer(
-        "WRITE",
-        agent.get_xfer_descs([(source.ctypes.data, SCRATCH_BYTES, 0)], "DRAM"),
-        agent.get_xfer_descs([(target.ctypes.data, SCRATCH_BYTES, 0)], "DRAM"),
-        name,
-        NOTE,
-    )
     words, step = native.extension().LayerWords(1), 1
     words.bump(step, 0)
-    poller = Poller(native.extension().Bell(), abi)
-    try:
+    with ExitStack() as ends:
+        request = _request(agent, probe, source, target, ends)
+        poller = Poller(native.extension().Bell(), abi)
+        ends.callback(poller.close)  # before what it posts is given back
         armed = poller.arm(Trigger(words, [0], step, 2**62), request._handle)
         notes: list[bytes] = []
         end = time.monotonic() + PROBE_S
@@ -83,9 +75,23 @@ def _try(abi: Any, agent: Any, probe: Any) -> None:
                 f"native_posting: a trial write of {SCRATCH_BYTES} B ended as {armed.state.name} with notes {notes}, "
                 f"{int((source == target).sum())} B right"
             )
-    finally:
-        poller.close()
-        request.release()
-        agent.remove_remote_agent(name)
-        agent.deregister_memory(here)
-        probe.deregister_memory(there)
+
+
+def _request(agent: Any, probe: Any, source: Any, target: Any, ends: ExitStack) -> Any:
+    """A WRITE of scratch memory, and how everything it needs is given back."""
+    for side, memory in ((agent, source), (probe, target)):
+        ends.callback(
+            side.deregister_memory, side.register_memory([(memory.ctypes.data, SCRATCH_BYTES, 0, "")], "DRAM")
+        )
+    name = agent.add_remote_agent(probe.get_agent_metadata())
+    name = name.decode() if isinstance(name, bytes) else name
+    ends.callback(agent.remove_remote_agent, name)
+    request = agent.initialize_xfer(
+        "WRITE",
+        agent.get_xfer_descs([(source.ctypes.data, SCRATCH_BYTES, 0)], "DRAM"),
+        agent.get_xfer_descs([(target.ctypes.data, SCRATCH_BYTES, 0)], "DRAM"),
+        name,
+        NOTE,
+    )
+    ends.callback(request.release)
+    return request
