@@ -32,9 +32,12 @@ from vllm_pd_connector.testing.servers import start_all
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs" / "benchmarks.md"
+KINDS = ("ttft", "interference", "idle", "transfer", "profile", "micro", "hook", "writes", "gpu")
+PARTS_OF_MICRO = ("hook", "writes")
 SESSION_S = 900
 START_S = 180.0
 MICRO_S = 600
+HOOK_ROUNDS = "5"
 QUICK_PATIENCE_S = 1.0
 QUICK: dict[str, Any] = {
     "lengths": (200, 1000),
@@ -53,8 +56,9 @@ QUICK: dict[str, Any] = {
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few, short prompts: does it work at all")
-    parser.add_argument("--only", choices=("ttft", "interference", "idle", "transfer", "profile", "micro"))
+    parser.add_argument("--only", choices=KINDS)
     parser.add_argument("--sessions", default=",".join(DEFAULT), help=f"server sets to use, of {', '.join(SESSIONS)}")
+    parser.add_argument("--budget", type=float, metavar="S", help="seconds of first-token times for each server set")
     parser.add_argument("--results", type=Path, help="results directory to add to (default: a new one)")
     parser.add_argument("--lock", type=Path, help="file to lock exclusively while servers of a set are up")
     parser.add_argument("--timeline", type=Path, help="directory for our connector's timelines; they cost time")
@@ -66,16 +70,19 @@ def main() -> int:
     records = RecordFile(directory)
     if not args.summarise:
         extra = {"timeline_dir": str(args.timeline)} if args.timeline else {}
-        quick = QUICK if args.quick else {}
+        quick = dict(QUICK) if args.quick else {}
+        if args.budget:
+            quick |= {"ours_s": args.budget, "peers_s": args.budget}
         Patience.seconds = QUICK_PATIENCE_S if args.quick else Patience.seconds
         plan = Plan(records=records, model=str(random_llama()), only=args.only, ours_extra=extra, **quick)
         for name in args.sessions.split(","):
             if args.only is None or args.only in SESSIONS[name].serves:
                 with _locked(args.lock), _recorded(name, records):
                     _run(name, plan, directory)
-        if args.only in (None, "micro"):
-            with _locked(args.lock), _recorded("micro", records):
-                _run_micro(records, ["--quick"] if args.quick else [])
+        for name, command in _processes(records, is_quick=args.quick).items():
+            if args.only == name or (args.only is None and name not in PARTS_OF_MICRO):
+                with _locked(args.lock), _recorded(name, records):
+                    _run_process(command)
     found = read_records(records.path)
     text = report.markdown(found)
     (directory / "summary.md").write_text(text)
@@ -98,9 +105,20 @@ def _run(name: str, plan: Plan, directory: Path) -> None:
         session.run(plan, servers)
 
 
-def _run_micro(records: RecordFile, options: Sequence[str]) -> None:
-    """In processes of their own, which import vLLM; all of them are gone afterwards."""
-    command = [sys.executable, "-m", "benchmarks.micro", str(records.path), *options]
+def _processes(records: RecordFile, *, is_quick: bool) -> dict[str, list[str]]:
+    """What is measured without servers, by its name in `--only`: modules and their arguments."""
+    raw, quick = str(records.path), ["--quick"] if is_quick else []
+    return {
+        "micro": ["benchmarks.micro", raw, *quick],
+        "hook": ["benchmarks.micro", raw, "--only", "hook", "--rounds", "1" if is_quick else HOOK_ROUNDS],
+        "writes": ["benchmarks.micro", raw, "--only", "writes"],
+        "gpu": ["benchmarks.gpu", str(records.path.parent)],
+    }
+
+
+def _run_process(module: Sequence[str]) -> None:
+    """In processes of their own, which import vLLM or torch; all of them are gone afterwards."""
+    command = [sys.executable, "-m", *module]
     with exit_on_signal():
         process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
         try:

@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.summary import Record, Spread, percentile, spread, usable
+from benchmarks.summary import Record, Spread, median_interval, percentile, spread, usable
+
+HOOK = re.compile(r"layer hook, (?P<writer>.+) writer, ")
+NOTED = "note_arrived"
+
+Moments = Sequence[Mapping[str, Any]]
+"""The timeline of one transfer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """A layer hook's calls under one load, or the baseline beside them (`writer` is None), in microseconds.
+
+    Attributes:
+        p50: the median of a round, spread over rounds.
+        least: of all calls.
+        n: calls of all rounds.
+    """
+
+    what: str
+    writer: str | None
+    p50: Spread
+    least: float
+    greatest: float
+    n: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +76,8 @@ class Exposure:
         whole: from the first write's post until the release, compute between the writes included.
         share: exposed ÷ whole.
         busy_share: exposed ÷ under way.
-        landed: from the end of the last write, when its bytes are at the decoder, until the release.
+        landed: from the end of the last write, as the prefiller's writer sees it, until the release.
+        noted: from the last note's arrival at the decoder, which NIXL delivers after the bytes, until the release.
     """
 
     arm: str
@@ -62,6 +88,7 @@ class Exposure:
     share: Spread
     busy_share: Spread
     landed: Spread
+    noted: Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +107,15 @@ class Growth:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Milliseconds of a first token, and the interval of their median where there are rounds enough."""
+
+    what: str
+    ms: Spread
+    interval: tuple[float, float] | None
+
+
+@dataclass(frozen=True, slots=True)
 class Share:
     """Of a thread's time: `busy` of all samples it ran, `plugin` of all samples with a frame of this plugin."""
 
@@ -88,6 +124,33 @@ class Share:
     busy: float
     plugin: float
     samples: int
+
+
+def hooks(records: Iterable[Record]) -> list[Hook]:
+    """Every load of every writer with the rounds it was measured in, and the baseline.
+
+    Rounds that others disturbed are left out, where there are others; older records do not say.
+    """
+    rounds: dict[str, list[Record]] = {}
+    for r in records:
+        if r["kind"] == "micro" and (HOOK.match(r["what"]) or "is_baseline" in r):
+            rounds.setdefault(r["what"], []).append(r)
+    found: list[Hook] = []
+    for what, every in rounds.items():
+        rows = [r for r in every if not r.get("disturbed")] or every
+        of_writer = HOOK.match(what)
+        low, high = min(r["low_ns"] for r in rows), max(r["high_ns"] for r in rows)
+        found.append(
+            Hook(
+                what,
+                of_writer["writer"] if of_writer else None,
+                spread([r["median_ns"] / 1000 for r in rows]),
+                low / 1000,
+                high / 1000,
+                sum(r["n"] for r in rows),
+            )
+        )
+    return found
 
 
 def posted(records: Iterable[Record]) -> list[Posted]:
@@ -123,16 +186,17 @@ def throughput(records: Iterable[Record]) -> list[Throughput]:
 
 
 def exposures(records: Iterable[Record]) -> list[Exposure]:
-    cells: dict[tuple[int, str], list[Sequence[Mapping[str, Any]]]] = {}
+    cells: dict[tuple[int, str], list[Moments]] = {}
     for r in usable(records, "transfer"):
         cells.setdefault((r["tokens"], r["arm"]), []).append(r["moments"])
     found: list[Exposure] = []
     for (tokens, arm), transfers in sorted(cells.items()):
-        exposed, under_way, whole, landed = zip(*[_exposure(moments) for moments in transfers], strict=True)
+        exposed, under_way, whole = zip(*[_exposure(moments) for moments in transfers], strict=True)
         share = spread([a / b for a, b in zip(exposed, whole, strict=True)])
         busy_share = spread([a / b for a, b in zip(exposed, under_way, strict=True)])
+        landed, noted = (spread([until_released(m, since) for m in transfers]) for since in ("write_done", NOTED))
         found.append(
-            Exposure(arm, tokens, spread(exposed), spread(under_way), spread(whole), share, busy_share, spread(landed))
+            Exposure(arm, tokens, spread(exposed), spread(under_way), spread(whole), share, busy_share, landed, noted)
         )
     return found
 
@@ -147,6 +211,16 @@ def growths(records: Iterable[Record]) -> list[Growth]:
     return list(found.values())
 
 
+def parts(records: Iterable[Record]) -> list[Part]:
+    """What a first token consists of, from rounds that nobody disturbed; its prompt's tokens are in the records."""
+    cells: dict[str, list[float]] = {}
+    for r in records:
+        if r["kind"] == "parts" and not r["disturbed"]:
+            for what, value in r["ms"].items():
+                cells.setdefault(what, []).append(value)
+    return [Part(what, spread(values), median_interval(values)) for what, values in cells.items()]
+
+
 def profile(records: Iterable[Record]) -> list[Share]:
     return [
         Share(r["process"], r["thread"], r["busy"] / r["samples"], r["plugin"] / r["samples"], r["samples"])
@@ -155,11 +229,27 @@ def profile(records: Iterable[Record]) -> list[Share]:
     ]
 
 
-def _exposure(moments: Sequence[Mapping[str, Any]]) -> tuple[float, float, float, float]:
-    """Milliseconds of one transfer: exposed, under way, whole, landed."""
+def until_released(moments: Moments, since: str) -> float:
+    """Milliseconds from the last moment of a name until the decoder let the request run.
+
+    Raises:
+        ValueError: the transfer's timeline lacks one of them.
+    """
+    times = _times(moments)
+    return max(times.get("released", ())) - max(times.get(since, ()))
+
+
+def _times(moments: Moments) -> dict[str, list[float]]:
+    """Milliseconds of each moment."""
     times: dict[str, list[float]] = {}
     for moment in moments:
         times.setdefault(moment["moment"], []).append(moment["at_ns"] / 1e6)
+    return times
+
+
+def _exposure(moments: Moments) -> tuple[float, float, float]:
+    """Milliseconds of one transfer: exposed, under way, whole."""
+    times = _times(moments)
     computed, released = max(times["layer_computed"]), max(times["released"])
     # Sorted, because writes need not end in the order in which they were posted; the union is the same.
     flights = list(zip(sorted(times["write_posted"]), sorted(times["write_done"]), strict=True))
@@ -168,7 +258,7 @@ def _exposure(moments: Sequence[Mapping[str, Any]]) -> tuple[float, float, float
         under_way += max(0.0, end - max(begin, until))
         until = max(until, end)
     whole = released - min(computed, flights[0][0])
-    return released - computed, under_way, whole, released - flights[-1][1]
+    return released - computed, under_way, whole
 
 
 def _range(values: Iterable[float]) -> tuple[float, float]:

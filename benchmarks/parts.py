@@ -2,8 +2,8 @@
 
 The pair's parts are read from the connector's timelines, from the client's request to its first token, all on this
 host's clock. For both arms: what the prefiller's engine spent on the prompt, by vLLM's own counters, and whose CPU time
-it was on the prefiller's core. Rounds are paired, another arm begins each time; a round that others disturbed is left
-out. Prints medians with least and greatest.
+it was on the prefiller's core. Rounds are paired, another arm begins each time; a round that others disturbed is kept
+in the raw records and left out of the table.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import threads
+from benchmarks import report, threads
 from benchmarks.client import random_prompt, stream
-from benchmarks.machine import ForeignCpu, wait_calm
-from benchmarks.summary import median_interval, spread
+from benchmarks.machine import ForeignCpu, commit, fingerprint, wait_calm
+from benchmarks.records import RecordFile, read_records
+from benchmarks.sessions import results_directory
 from benchmarks.ttft import SETTLE_S, limit_cores
 from vllm_pd_connector.testing.models import random_llama
 from vllm_pd_connector.testing.process_group import session_members
 from vllm_pd_connector.testing.servers import Server, ServerSpec, start_all
 
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs" / "benchmarks.md"
 START_S = 180.0
 NUM_TOKENS = 2  # as the benchmarks' sessions ask for
 FLUSH_S = 0.3  # the engine's last step writes its moments and counters after the answer
@@ -55,26 +58,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parts", description=__doc__)
     parser.add_argument("--rounds", type=int, default=12, help="after one to warm up")
     parser.add_argument("--tokens", type=int, default=8000)
+    parser.add_argument("--results", type=Path, help="results directory to add to (default: a new one)")
+    parser.add_argument("--summarise", action="store_true", help="only write the summary of --results again")
+    parser.add_argument("--docs", action="store_true", help="put the table into docs/benchmarks.md as well")
     args = parser.parse_args()
+    records = RecordFile(args.results or results_directory(ROOT, commit(ROOT)))
+    if not args.summarise:
+        records.add("machine", servers="parts", **fingerprint(ROOT, "benchmarks.parts"))
+        _measure(records, args.rounds, args.tokens)
+    directory = records.path.parent
+    found = read_records(records.path)
+    (directory / "summary.md").write_text(report.markdown(found))
+    lines = report.first_token_parts(found)
+    print("\n".join(lines))
+    if args.docs:
+        source = directory.resolve().relative_to(ROOT).as_posix()
+        link = f"Raw records: [`{source}`](../{source})"
+        DOCS.write_text(report.replace_between(DOCS.read_text(), "parts", "\n\n".join([link, *lines])))
+
+
+def _measure(records: RecordFile, rounds: int, tokens: int) -> None:
     folder = Path(tempfile.mkdtemp(prefix="pd-parts-"))
     extra = {"timeline_dir": str(folder)}
     specs = [
         ServerSpec(random_llama(), "prefiller", cores=[PREFILLER_CORE], extra=extra),
         ServerSpec(random_llama(), "decoder", cores=[DECODER_CORE], extra=extra),
     ]
-    found: dict[str, list[float]] = {}
     with start_all(specs, START_S) as (prefiller, decoder):
-        for rep in range(-1, args.rounds):
-            one = _round(prefiller, decoder, folder, args.tokens, rep)
-            is_kept = rep >= 0 and not one.pop(DISTURBED)
-            for what, value_ms in one.items() if is_kept else ():
-                found.setdefault(what, []).append(value_ms)
+        for rep in range(-1, rounds):
+            one = _round(prefiller, decoder, folder, tokens, rep)
+            num_disturbed = one.pop(DISTURBED)
+            if rep >= 0:
+                ms = {what: round(value, 3) for what, value in one.items()}
+                records.add("parts", tokens=tokens, rep=rep, disturbed=num_disturbed > 0, ms=ms)
+            is_kept = rep >= 0 and not num_disturbed
             print(f"  round {rep}{'' if is_kept else ', left out'}: added {one['added']:.1f} ms", flush=True)
-    for what, values in found.items():
-        v = spread(values)
-        sure = median_interval(values)
-        interval = f"   95 %: {sure[0]:.1f} … {sure[1]:.1f}" if sure and what == "added" else ""
-        print(f"{v.median:9.2f}  ({v.low:.2f} … {v.high:.2f}, n={v.n})  {what}{interval}")
 
 
 def _round(prefiller: Server, decoder: Server, folder: Path, tokens: int, rep: int) -> dict[str, float]:

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks import bars, costs
+from benchmarks import bars, costs, ratios
 from benchmarks import summary as s
 
 BAR_CELLS = 20
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+BEGIN, END = "<!-- {what}: begin -->", "<!-- {what}: end -->"
 COMPARISONS = [
     (s.OURS, s.OURS_PREFILLER),
     (s.OURS, s.SHARED),
@@ -44,9 +44,11 @@ def markdown(records: Sequence[s.Record]) -> str:
         ("Time to the first token", _first_token(records)),
         ("Added to the first token", _added(records)),
         ("A running answer while 6,000-token prompts arrive", _gaps(records)),
+        ("What a first token consists of", first_token_parts(records)),
         ("CPU while idle", _idle(records)),
         ("Growth", _growth(records)),
         ("Micro", _micro(records)),
+        ("Parts that a GPU is for", _gpu(records)),
         ("Attempts", _attempts(records)),
     ):
         if lines:
@@ -63,12 +65,22 @@ def page(text: str, records: Sequence[s.Record], source: str) -> str:
     Raises:
         ValueError: the page lacks a mark.
     """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page lacks {BEGIN} or {END}")
     parts = [f"Raw records: [`{source}`](../{source})", *_machine(records), *bars.table(records), *_growth(records)]
-    return f"{before}{begin}\n\n" + "\n\n".join(parts) + f"\n\n{end}{after}"
+    return replace_between(text, "measured", "\n\n".join(parts))
+
+
+def replace_between(text: str, what: str, lines: str) -> str:
+    """A page with what stands between the two marks of `what` replaced.
+
+    Raises:
+        ValueError: the page lacks a mark.
+    """
+    begin, end = BEGIN.format(what=what), END.format(what=what)
+    before, found_begin, rest = text.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found_begin or not found_end:
+        raise ValueError(f"the page lacks {begin} or {end}")
+    return f"{before}{begin}\n\n{lines}\n\n{end}{after}"
 
 
 def figures(records: Sequence[s.Record]) -> dict[str, Any]:
@@ -114,7 +126,7 @@ def _first_token(records: Sequence[s.Record]) -> list[str]:
         rows.append(
             f"| {tokens:,} | {arm} | {v.median:.3f} | {v.low:.3f} … {v.high:.3f} | {v.n} | {bar(v.median, greatest)} |"
         )
-    return _table("prompt tokens | arm | median s | spread s | n | (longest bar: slowest at this length)", rows)
+    return table("prompt tokens | arm | median s | spread s | n | (longest bar: slowest at this length)", rows)
 
 
 def _added(records: Sequence[s.Record]) -> list[str]:
@@ -128,23 +140,18 @@ def _added(records: Sequence[s.Record]) -> list[str]:
             f"| {a.tokens:,} | {a.arm} − {a.reference} | {1000 * v.median:+.1f} | {1000 * v.low:+.1f} … "
             f"{1000 * v.high:+.1f} | {a.ratio:.2f}× | {how} | {bar(v.median, greatest)} |"
         )
-    return _table("prompt tokens | difference | median ms | spread ms | ratio | from | ", rows) + _quotients(found)
+    return table("prompt tokens | difference | median ms | spread ms | ratio | from | ", rows) + _quotients(found)
 
 
 def _quotients(found: Sequence[s.Added]) -> list[str]:
-    own = {(a.tokens, a.arm): a.seconds for a in found if a.reference in (s.OURS_PREFILLER, s.PULL_PREFILLER)}
+    own = {(a.tokens, a.arm): a for a in found if a.reference in (s.OURS_PREFILLER, s.PULL_PREFILLER)}
     texts: list[str] = []
     for tokens in sorted({tokens for tokens, _ in own}):
         ours, pull = own.get((tokens, s.OURS)), own.get((tokens, s.PULL))
-        if ours is None or pull is None or pull.median <= 0:
-            continue
-        bounds = (
-            f"{ours.low / pull.high:.2f} … {ours.high / pull.low:.2f}" if min(ours.low, pull.low) > 0 else "no bounds"
-        )
-        texts.append(f"{tokens:,} tokens: {ours.median / pull.median:.2f} ({bounds})")
-    head = "Added by ours ÷ added by NixlConnector, each against its own prefiller: "
-    tail = '. "No bounds": in some round one of them added less than the noise.'
-    return [head + "; ".join(texts) + tail] if texts else []
+        if ours is not None and pull is not None:
+            texts.append(f"{tokens:,} tokens: {ratios.text(ratios.added(ours, pull))}")
+    head = "Added by ours ÷ added by NixlConnector, each against its own prefiller, 95 % interval (bootstrap): "
+    return [head + "; ".join(texts) + "."] if texts else []
 
 
 def _gaps(records: Sequence[s.Record]) -> list[str]:
@@ -161,7 +168,34 @@ def _gaps(records: Sequence[s.Record]) -> list[str]:
             f"{bar(g.longest.median, greatest)} |"
         )
     head = "arm | load | longest gap ms | p99 gap ms | median gap ms | of its time in gaps > 100 ms"
-    return _table(f"{head} | prompts' first token s | answers | (longest gap)", rows)
+    return table(f"{head} | prompts' first token s | answers | (longest gap)", rows)
+
+
+def first_token_parts(records: Sequence[s.Record]) -> list[str]:
+    """A table for each prompt length; the interval is that of the median."""
+    tables: list[str] = []
+    for tokens in sorted({r["tokens"] for r in records if r["kind"] == "parts"}):
+        rows: list[str] = []
+        for p in costs.parts(r for r in records if r["kind"] == "parts" and r["tokens"] == tokens):
+            interval = "–" if p.interval is None else f"{p.interval[0]:,.2f} … {p.interval[1]:,.2f}"
+            v = p.ms
+            rows.append(f"| {p.what} | {v.median:,.2f} | {v.low:,.2f} … {v.high:,.2f} | {interval} | {v.n} |")
+        tables += table(f"{tokens:,} tokens | median ms | spread ms | 95 % interval of the median | rounds", rows)
+    return tables
+
+
+def _gpu(records: Iterable[s.Record]) -> list[str]:
+    """Each figure as it was recorded; without a GPU those that need one are there with the reason."""
+    hidden = ("kind", "at", "what", "skipped")
+    rows: list[str] = []
+    for r in (r for r in records if r["kind"] == "gpu"):
+        values = "; ".join(f"{key} {_plain(value)}" for key, value in r.items() if key not in hidden)
+        rows.append(f"| {r['what']} | {values if 'skipped' not in r else 'skipped: ' + r['skipped']} |")
+    return table("figure | value: median, least, greatest", rows)
+
+
+def _plain(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _idle(records: Sequence[s.Record]) -> list[str]:
@@ -171,7 +205,7 @@ def _idle(records: Sequence[s.Record]) -> list[str]:
         f"| {arm} | {v.median:.3f} | {v.low:.3f} … {v.high:.3f} | {v.n} | {bar(v.median, greatest)} |"
         for arm, v in cells.items()
     ]
-    return _table("server | cores, median | spread | windows of 10 s | ", rows)
+    return table("server | cores, median | spread | windows of 10 s | ", rows)
 
 
 def _growth(records: Sequence[s.Record]) -> list[str]:
@@ -187,7 +221,7 @@ def _growth(records: Sequence[s.Record]) -> list[str]:
             + f" | {g.ratio:.2f} |"
             for g in of_unit
         ]
-        tables += _table(" | ".join([f"{unit}s", *(f"{size:,}" for size in sizes), "last ÷ first"]), rows)
+        tables += table(" | ".join([f"{unit}s", *(f"{size:,}" for size in sizes), "last ÷ first"]), rows)
     return tables
 
 
@@ -197,19 +231,20 @@ def _micro(records: Iterable[s.Record]) -> list[str]:
         for r in records
         if r["kind"] == "micro"
     ]
-    return _table("operation | median ns | spread ns | n", rows)
+    return table("operation | median ns | spread ns | n", rows)
 
 
 def _attempts(records: Iterable[s.Record]) -> list[str]:
     rows = [f"| {r['what']} | {r['outcome']} | {r['s']:.1f} |" for r in records if r["kind"] == "attempt"]
-    return _table("attempt | outcome | seconds", rows)
+    return table("attempt | outcome | seconds", rows)
 
 
 def _ms(v: s.Spread) -> str:
     return f"{v.median:.1f} ({v.low:.1f} … {v.high:.1f})"
 
 
-def _table(head: str, rows: Sequence[str]) -> list[str]:
+def table(head: str, rows: Sequence[str]) -> list[str]:
+    """Markdown, empty without rows."""
     if not rows:
         return []
     rule = "|" + "---|" * (head.count("|") + 1)

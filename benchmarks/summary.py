@@ -39,6 +39,7 @@ class Added:
 
     Attributes:
         interval: of the median, as `median_interval`; None unless paired.
+        differences: of each round that had both; none unless paired.
         is_paired: differences within rounds, arms up at the same time. Otherwise the difference of two medians, and the
             spread is the widest that the two sets of measurements allow.
     """
@@ -50,6 +51,7 @@ class Added:
     ratio: float
     is_paired: bool
     interval: tuple[float, float] | None = None
+    differences: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,8 @@ def added(records: Iterable[Record], arm: str, reference: str) -> list[Added]:
         a, b = spread([r["s"] for r in here]), spread([r["s"] for r in there])
         apart = Spread(min(a.n, b.n), a.median - b.median, a.low - b.high, a.high - b.low)
         seconds, interval = (spread(paired), median_interval(paired)) if paired else (apart, None)
-        found.append(Added(tokens, arm, reference, seconds, a.median / b.median, bool(paired), interval))
+        ratio = a.median / b.median
+        found.append(Added(tokens, arm, reference, seconds, ratio, bool(paired), interval, tuple(paired)))
     return found
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import torch
 
+from benchmarks.gpu.watcher import NO_DEVICE
 from benchmarks.summary import spread
 from vllm_pd_connector.geometry.page_table import PageTable, whole_pages
 from vllm_pd_connector.testing.shapes import bound_pieces
@@ -34,6 +35,7 @@ MIB = (1, 4, 16, 64)
 REPS = 20
 LIMIT_S = 60.0
 MATMUL = 4_096
+HIDDEN = "hidden part of a WRITE of {mib} MiB beside a matmul"
 
 
 def table(memory: torch.Tensor) -> PageTable:
@@ -61,6 +63,8 @@ def measure(device: torch.device) -> list[dict[str, Any]]:
         found = [_bandwidth(transport, lane, memory, mib) for mib in MIB]
         if device.type == "cuda":
             found.append(_overlap(transport, lane, MIB[-1]))
+        else:
+            found.append({"what": HIDDEN.format(mib=MIB[-1]), "skipped": NO_DEVICE})
     transport.close()
     return found
 
@@ -79,7 +83,7 @@ def _bandwidth(transport: NixlTransport, lane: Any, memory: torch.Tensor, mib: i
             writes.append(num_bytes / written / 1e9)
     ratio, speed = spread(ratios), spread(writes)
     return {
-        "what": f"WRITE of {mib} MiB in pages of {PAGE_BYTES >> 10} KiB",
+        "what": f"WRITE of {mib} MiB in pages of {PAGE_BYTES >> 10} KiB, {memory.device.type} memory",
         "n": speed.n,
         "GB/s": [round(v, 2) for v in (speed.median, speed.low, speed.high)],
         "of a copy": [round(v, 3) for v in (ratio.median, ratio.low, ratio.high)],
@@ -105,7 +109,7 @@ def _overlap(transport: NixlTransport, lane: Any, mib: int) -> dict[str, Any]:
             hidden.append((layer + write - together) / min(layer, write))
     found = spread(hidden)
     return {
-        "what": f"hidden part of a WRITE of {mib} MiB beside a matmul",
+        "what": HIDDEN.format(mib=mib),
         "n": found.n,
         "share": [round(v, 3) for v in (found.median, found.low, found.high)],
     }

@@ -20,16 +20,19 @@ NUM_LAYERS = 16
 NUM_STEPS = 50
 LAYER_S = 0.001
 FAR_NS = 2**62
+NO_DEVICE = "torch finds no CUDA device"
+ON_HOST = "bump to seen by the native poller, main thread busy in Python, us"
+ON_DEVICE = "word written by a graph to seen by the native poller, us (a spinning reader is 0)"
 
 
 def measure(device: torch.device) -> list[dict[str, Any]]:
     if not native.is_built():
-        return [{"what": "watcher latency", "skipped": native.WHY_MISSING}]
-    if device.type == "cuda":
-        if not device_launch.is_available():
-            return [{"what": "watcher latency", "skipped": "neither nvcc at installation nor cupy"}]
-        return [_device()]
-    return [_host()]
+        return [{"what": what, "skipped": native.WHY_MISSING} for what in (ON_HOST, ON_DEVICE)]
+    if device.type != "cuda":
+        return [_host(), {"what": ON_DEVICE, "skipped": NO_DEVICE}]
+    if not device_launch.is_available():
+        return [{"what": ON_DEVICE, "skipped": "neither nvcc at installation nor cupy"}]
+    return [_device()]
 
 
 def _host() -> dict[str, Any]:
@@ -47,7 +50,7 @@ def _host() -> dict[str, Any]:
             samples += [(one.posted_ns - one.ready_ns) / 1e3 for one in seen]
     finally:
         poller.close()
-    return _summary("bump to seen by the native poller, main thread busy in Python, us", samples)
+    return _summary(ON_HOST, samples)
 
 
 def _device() -> dict[str, Any]:
@@ -75,7 +78,7 @@ def _device() -> dict[str, Any]:
                 samples.append((one.posted_ns - truth) / 1e3)
     finally:
         poller.close()
-    return _summary("word written by a graph to seen by the native poller, us (a spinning reader is 0)", samples)
+    return _summary(ON_DEVICE, samples)
 
 
 def _compute_for(seconds: float) -> None:

@@ -1,4 +1,7 @@
-"""What the layer hook costs the model thread: `WorkerHalf.layer_done`, the real one, with a running messenger."""
+"""What the layer hook costs the model thread: `WorkerHalf.layer_done`, the real one, with a running messenger.
+
+Rounds, because one pass over a writer can meet a slow minute of the machine: writers and loads take turns.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.machine import MAX_FOREIGN_CORES, ForeignCpu
 from benchmarks.micro.engine import WRITERS, Worker, worker_half
 from benchmarks.micro.target import running
 from benchmarks.micro.timing import clock_ns, per_call, summarise
@@ -22,6 +26,7 @@ from vllm_pd_connector.wire.messages import DecoderRank
 NUM_LAYERS = 8
 NUM_PAGES = 64
 PAGE_BYTES = 32_768
+NUM_ROUNDS = 3
 NUM_STEPS = 200
 LAYER_S = 0.002  # a layer of the small test model takes milliseconds; the messenger has long fallen asleep
 ROWS = np.ones((128, 128), dtype=np.float32)
@@ -32,13 +37,27 @@ TRANSFER = "0123456789abcdef" * 2
 WAKES_S = 30.0
 
 
-def measure() -> list[dict[str, Any]]:
-    """Records of each writer that this installation has; the memory it writes to is another process's."""
+class Alone:
+    """Whether others used the machine since it was made; the target's few percent of a core count as others' here."""
+
+    def __init__(self) -> None:
+        self._foreign = ForeignCpu([])
+
+    def flags(self) -> dict[str, Any]:
+        cores = self._foreign.cores()
+        return {"foreign_cores": round(cores, 3), "disturbed": cores > MAX_FOREIGN_CORES}
+
+
+def measure(rounds: int = NUM_ROUNDS) -> Iterator[dict[str, Any]]:
+    """Records of each writer that this installation has, by round; the memory it writes to is another process's."""
     cores = sorted(os.sched_getaffinity(0))
     size = {"num_layers": NUM_LAYERS, "num_blocks": NUM_PAGES + 1, "page_bytes": PAGE_BYTES}
-    with running(**size, pause_s=0.0005, cores=cores[:1]) as target:
-        records = [record for name, extra in WRITERS.items() for record in _measure(name, extra, target.rank, size)]
-    return [*records, {**summarise(BARE_WAKE, _wakes()), "is_baseline": True}]
+    for rep in range(rounds):
+        with running(**size, pause_s=0.0005, cores=cores[:1]) as target:
+            for name, extra in list(WRITERS.items())[:: 1 if rep % 2 else -1]:
+                yield from ({**record, "rep": rep} for record in _measure(name, extra, target.rank, size))
+        alone = Alone()
+        yield {**summarise(BARE_WAKE, _wakes()), "is_baseline": True, "rep": rep, **alone.flags()}
 
 
 def _measure(
@@ -47,19 +66,24 @@ def _measure(
     records: list[dict[str, Any]] = []
     with _worker(extra, size) as worker:
         hook = partial(worker.half.layer_done, worker.names[3])
-        records.append(per_call("no transfer in the step", hook, calls=10_000, repeats=30))
+        alone = Alone()
+        records.append({**per_call("no transfer in the step", hook, calls=10_000, repeats=30), **alone.flags()})
         orders = StepMetadata(writes=[worker.write(TRANSFER, BLOCKS, BLOCKS)])  # of a transfer that nobody began
-        records.append(summarise("nobody has anything to post", _steps(worker, orders)))
+        alone = Alone()
+        records.append({**summarise("nobody has anything to post", _steps(worker, orders)), **alone.flags()})
     with _worker({**extra, "min_write_bytes": 1 << 40}, size) as worker:
-        records.append(summarise("too few bytes to wake anybody", _steps(worker, orders, pause_s=0.0)))
+        alone = Alone()
+        samples = _steps(worker, orders, pause_s=0.0)
+        records.append({**summarise("too few bytes to wake anybody", samples), **alone.flags()})
     with _worker(extra, size) as worker:
         worker.half.start_step(StepMetadata(begins=[worker.begin(TRANSFER, target, BLOCKS)]))
-        record = summarise(POSTING, _steps(worker, orders))
+        alone = Alone()
+        record = {**summarise(POSTING, _steps(worker, orders)), **alone.flags()}
         worker.close(TRANSFER)
         counted = (worker.half.take_stats() or {"counters": {}})["counters"]
         if counted.get("pages_written") != NUM_STEPS * NUM_LAYERS * NUM_PAGES:
             raise RuntimeError(f"not every page was written, this measured something else: {counted}")
-        records.append({**record, "signal": writer, "writes": counted["writes"]})
+        records.append({**record, "writes": counted["writes"]})
     return [{**record, "what": f"layer hook, {writer} writer, {record['what']}"} for record in records]
 
 

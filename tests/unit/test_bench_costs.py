@@ -41,9 +41,11 @@ LAYERED = [
     ("reserved", 0),
     ("layer_computed", 100),
     ("write_posted", 101),
+    ("note_arrived", 110),
     ("write_done", 111),
     ("layer_computed", 200),
     ("write_posted", 201),
+    ("note_arrived", 205),
     ("write_done", 206),
     ("complete", 208),
     ("released", 210),
@@ -58,7 +60,18 @@ class TestExposure:
         assert e.under_way.median == 10 + 10  # the first flight, and what is exposed: the second one is part of it
         assert e.share.median == pytest.approx(10 / 109)
         assert e.busy_share.median == 0.5
-        assert e.landed.median == 4.0
+        assert (e.landed.median, e.noted.median) == (4.0, 5.0)
+
+    def test_until_the_release_counts_from_the_last_of_a_moment_whoever_saw_it(self) -> None:
+        moments = transfer(BY_LAYER, [*LAYERED, ("write_done", 213)])["moments"]
+        assert costs.until_released(moments, "write_done") == -3.0  # the prefiller's writer looks later
+        assert costs.until_released(moments, "note_arrived") == 5.0
+
+    @pytest.mark.parametrize("lost", ["note_arrived", "released"])
+    def test_a_timeline_without_the_moment_is_an_error(self, lost: str) -> None:
+        moments = [m for m in LAYERED if m[0] != lost]
+        with pytest.raises(ValueError, match="empty"):
+            costs.until_released(transfer(BY_LAYER, moments)["moments"], "note_arrived")
 
     def test_writes_that_overlap_are_counted_once(self) -> None:
         together = [
@@ -66,6 +79,7 @@ class TestExposure:
             ("write_posted", 5),
             ("write_done", 10),
             ("write_done", 12),
+            ("note_arrived", 12),
             ("layer_computed", 20),
             ("released", 25),
         ]
@@ -73,7 +87,7 @@ class TestExposure:
         assert e.under_way.median == 12 + 5
 
     def test_a_transfer_that_begins_after_the_last_layer_is_wholly_exposed(self) -> None:
-        late = [("layer_computed", 0), ("write_posted", 3), ("write_done", 10), ("released", 12)]
+        late = [("layer_computed", 0), ("write_posted", 3), ("note_arrived", 9), ("write_done", 10), ("released", 12)]
         (e,) = costs.exposures([transfer(NOT_BY_LAYER, late)])
         assert (e.share.median, e.busy_share.median) == (1.0, 1.0)
 
@@ -127,6 +141,34 @@ class TestGrowth:
         (row,) = bars.rows(records)
         assert row.is_met is False
         assert "| peers | 1 | 16 | 256 | last ÷ first |" in report.markdown(records)
+
+
+class TestParts:
+    @staticmethod
+    def rounds(*values: float, tokens: int = 8000, disturbed: bool = False) -> list[Any]:
+        place = {"kind": "parts", "tokens": tokens, "disturbed": disturbed}
+        return [{**place, "rep": rep, "ms": {"added": value}} for rep, value in enumerate(values)]
+
+    def test_each_part_is_the_median_of_undisturbed_rounds_with_its_interval(self) -> None:
+        (part,) = costs.parts([*self.rounds(6, 1, 2, 5, 3, 4), *self.rounds(1000, disturbed=True)])
+        assert part == costs.Part("added", Spread(6, 3.5, 1, 6), (1, 6))
+
+    def test_prompts_of_two_lengths_are_two_tables(self) -> None:
+        text = report.markdown([*self.rounds(30), *self.rounds(9, 11, tokens=200)])
+        assert "## What a first token consists of" in text
+        assert "| added | 10.00 | 9.00 … 11.00 | – | 2 |" in text
+        assert "| added | 30.00 | 30.00 … 30.00 | – | 1 |" in text
+
+
+class TestGpu:
+    def test_what_was_skipped_stands_there_with_the_reason(self) -> None:
+        records = [
+            {"kind": "gpu", "at": "12:00:00", "what": "WRITE of 1 MiB", "n": 20, "GB/s": [5.1, 4.0, 6.2]},
+            {"kind": "gpu", "at": "12:00:00", "what": "beside a matmul", "skipped": "no CUDA device"},
+        ]
+        text = report.markdown(records)
+        assert "| WRITE of 1 MiB | n 20; GB/s 5.1, 4.0, 6.2 |" in text
+        assert "| beside a matmul | skipped: no CUDA device |" in text
 
 
 class TestProfile:
@@ -221,10 +263,30 @@ class TestBars:
         assert (small.is_met, large.is_met) == (None, False)
         assert costs.throughput([{**rounds[0], "layer_mib": 4}])[0].ours_mib_per_s == Spread(1, 8.0, 8.0, 8.0)
 
-    def test_the_hook_is_measured_against_the_bar_of_its_signal(self) -> None:
+    def test_every_load_of_a_hook_is_measured_against_the_bar_of_its_writer(self) -> None:
         hook = {"kind": "micro", "n": 1, "low_ns": 3000, "high_ns": 3000, "median_ns": 3000}
-        records = [{**hook, "what": name, "signal": name} for name in ("pure Python", "native")]
-        assert [row.is_met for row in bars.rows([*records, {**hook, "what": "plan"}])] == [True, False]
+        whats = [
+            f"layer hook, {writer} writer, {load}"
+            for writer in ("pure Python", "native")
+            for load in ("nobody has anything to post", "64 pages of each layer are posted")
+        ]
+        records = [{**hook, "what": what} for what in whats]
+        records += [{**hook, "what": "a wake", "is_baseline": True}, {**hook, "what": "plan"}]
+        assert [row.is_met for row in bars.rows(records)] == [True, True, False, False, None]
+
+    def test_rounds_of_a_hook_are_one_row_with_the_median_of_their_medians(self) -> None:
+        medians = (1000, 1800, 9000)
+        rounds = [
+            {"kind": "micro", "what": "layer hook, native writer, x", "rep": rep, "n": 10}
+            | {"median_ns": ns, "low_ns": ns - 500, "high_ns": ns + 1000}
+            for rep, ns in enumerate(medians)
+        ]
+        (row,) = bars.rows(rounds)
+        assert row.is_met is True
+        assert row.value == "p50 1.80 (1.00 … 9.00), n=3 rounds; least 0.50, max 10.00 µs of 30"
+        rounds[2]["disturbed"] = True
+        assert bars.rows(rounds)[0].value == "p50 1.40 (1.00 … 1.80), n=2 rounds; least 0.50, max 2.80 µs of 20"
+        assert bars.rows(rounds[2:])[0].value.startswith("p50 9.00")
 
     def test_the_layer_wise_bar_is_for_the_longest_prompt(self) -> None:
         records = [transfer(arm, LAYERED, tokens=t) for arm in (BY_LAYER, NOT_BY_LAYER) for t in (200, 8000)]
@@ -239,7 +301,7 @@ class TestPage:
     RECORDS = ({"kind": "idle", "arm": "our decoder", "cores": 0.01},)
 
     def test_only_what_stands_between_the_marks_is_replaced(self) -> None:
-        text = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
+        text = "before\n<!-- measured: begin -->\nold\n<!-- measured: end -->\nafter\n"
         page = report.page(text, self.RECORDS, "benchmarks/results/x")
         assert page.startswith("before\n")
         assert page.endswith("after\n")

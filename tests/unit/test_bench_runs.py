@@ -55,6 +55,12 @@ class Watch:
         return ask
 
 
+class Nothing:
+    """A set of servers that is asked for nothing."""
+
+    serves = frozenset({"ttft"})
+
+
 class TestRounds:
     def test_after_the_rounds_only_the_two_longest_prompts_go_on(self) -> None:
         found = list(itertools.islice(ttft.rounds((2, 9, 5), 1), 9))
@@ -103,6 +109,35 @@ class TestSessions:
     def test_ctrl_c_is_not_a_failure_to_go_on_after(self, tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt), bench._recorded("pull", RecordFile(tmp_path)):
             raise KeyboardInterrupt
+
+
+class TestWithoutServers:
+    """What `python -m benchmarks` runs in processes of their own."""
+
+    @pytest.fixture
+    def ran(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """`python -m benchmarks OPTIONS`: the modules it has run, without their time."""
+        modules: list[str] = []
+        monkeypatch.setattr(bench, "SESSIONS", {name: Nothing() for name in bench.DEFAULT})
+        monkeypatch.setattr(bench, "_run", lambda *args: None)
+        monkeypatch.setattr(bench, "_run_process", lambda command: modules.append(command[0]))
+        return modules
+
+    @pytest.mark.parametrize(
+        ("options", "modules"),
+        [
+            ([], ["benchmarks.micro", "benchmarks.gpu"]),
+            (["--only", "gpu"], ["benchmarks.gpu"]),
+            (["--only", "hook"], ["benchmarks.micro"]),
+            (["--only", "ttft"], []),
+        ],
+    )
+    def test_all_of_them_run_unless_one_is_asked_for(
+        self, ran: list[str], options: list[str], modules: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(sys, "argv", ["benchmarks", "--results", str(tmp_path), *options])
+        assert bench.main() == 0
+        assert ran == modules
 
 
 class TestWithoutThread:
