@@ -170,7 +170,10 @@ class PDConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     nixl_backend: Annotated[str, Meta(min_length=1, description="NIXL backend that carries the pages.")] = "UCX"
     verify_pages: Annotated[
         bool,
-        Meta(description="Compare a digest of each page after it arrived; a wrong page fails its transfer. Costs CPU."),
+        Meta(
+            description="Compare a digest of each page after it arrived; a wrong page fails its transfer. To be set on "
+            "both sides: a prefiller sends digests, a decoder compares those it gets. Costs CPU; host memory only."
+        ),
     ] = False
     timeline_dir: Annotated[
         str | None, Meta(description="Directory for one JSON-lines file per process with each request's timeline.")

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
+from random import Random
 
 import pytest
 
@@ -240,6 +241,35 @@ def test_a_write_to_a_disconnected_peer_fails_and_does_not_hang(pair: Pair) -> N
     with pytest.raises(PeerLost):
         pair.src.notify(peer, b"n")
     assert not pair.dst_kv.array.any()
+
+
+def test_a_lane_of_a_disconnected_peer_never_writes_however_often_its_rank_connects_again(pair: Pair) -> None:
+    """Its memory becomes that of other lanes: NIXL would crash, or write into another rank's pages (laws 1, 3, 12)."""
+    random, write = Random(1), bound(pair, [1], [2], [0])
+    stale: list[Lane] = []
+    lanes = [pair.lane()]
+    for _ in range(60):
+        prepared = pair.src.prepare_write(lanes[0], write, b"prepared")
+        peer = lanes[0].peer
+        pair.src.disconnect(peer)
+        pair.src.disconnect(peer)
+        with pytest.raises(PeerLost):
+            pair.src.post(prepared)
+        assert pair.src.poll(prepared) is WriteStatus.FAILED
+        assert pair.src.release(prepared)
+        stale += lanes
+        peer = pair.connect()
+        lanes = [pair.lane(peer) for _ in range(random.choice((1, 2, 4)))]
+        for lane in stale:
+            with pytest.raises(PeerLost):
+                pair.src.prepare_write(lane, write, b"stale")
+        with pytest.raises(PeerLost):
+            pair.src.open_lane(stale[0].peer, whole_pages(pair.src_kv.table), whole_pages(pair.dst_kv.table))
+        with pytest.raises(PeerLost):
+            pair.src.notify(stale[0].peer, b"stale")
+    assert not pair.dst_kv.array.any()
+    assert pair.drive(post_write(pair.src, lanes[-1], write, b"n")) == [WriteStatus.DONE]
+    assert pair.wait_for_notes(1) == [b"n"]
 
 
 def test_a_page_is_read_as_it_is_in_memory(pair: Pair) -> None:

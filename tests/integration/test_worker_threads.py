@@ -341,6 +341,17 @@ def test_only_what_sends_pages_makes_signals(
         side.half.shutdown()
 
 
+def unregistered(directory: Path, role: str, config: PDConfig) -> WorkerHalf:
+    rig = make_rig(directory, role=role, num_blocks=NUM_BLOCKS)
+    return WorkerHalf(
+        config,
+        rig.scheduler.vllm_config,
+        rig.scheduler.kv_cache_config,
+        rank=0,
+        open_transport=lambda name, _placement: MemoryTransport(MemoryFabric(), name),
+    )
+
+
 @pytest.mark.parametrize(
     ("views", "complaint"),
     [
@@ -353,14 +364,18 @@ def test_only_what_sends_pages_makes_signals(
 def test_pages_that_cannot_be_moved_are_refused_at_start(
     tmp_path: Path, views: dict[str, torch.Tensor], complaint: str
 ) -> None:
-    rig = make_rig(tmp_path, role="kv_producer", num_blocks=NUM_BLOCKS)
-    half = WorkerHalf(
-        PDConfig(),
-        rig.scheduler.vllm_config,
-        rig.scheduler.kv_cache_config,
-        rank=0,
-        open_transport=lambda name, _placement: MemoryTransport(MemoryFabric(), name),
-    )
+    half = unregistered(tmp_path, "kv_producer", PDConfig())
     with pytest.raises(UnsupportedEngine, match=complaint):
         half.register(views)
     half.shutdown()  # as vLLM does with what it has made
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_page_verification_in_device_memory_is_refused_at_start(tmp_path: Path, role: str) -> None:
+    """Reading the first page would have failed, and its writes have stayed prepared until the lease ended."""
+    storage = torch.empty((len(LAYERS), NUM_BLOCKS, HEADS, BLOCK, CONTENT), device="meta")
+    views = {name: storage[index] for index, name in enumerate(LAYERS)}
+    half = unregistered(tmp_path, role, PDConfig(verify_pages=True))
+    with pytest.raises(UnsupportedEngine, match="verify_pages must be false"):
+        half.register(views)
+    half.shutdown()

@@ -156,7 +156,7 @@ class Cluster:
         told: dict[str, Any] = {"tally": tally, "timeline": NoTimeline(), "clock": self.clock}
         posting = Posting(transport, rank, verify=verify, grain=grain, arming=arming, **told)
         writer = Writer(transport, rank, posting, grain, **told)
-        receiver = Receiver(transport, rank, max_parked=4, tally=tally, timeline=NoTimeline())
+        receiver = Receiver(transport, rank, max_parked=4, verify=verify, tally=tally, timeline=NoTimeline())
         return Rank(rank, kv, transport, writer, receiver, Messenger([writer, receiver], 0.001), tally, grain)
 
     def begin(

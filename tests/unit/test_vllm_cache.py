@@ -1,12 +1,14 @@
 """vLLM's caches in our terms: groups, layouts, aliases, packing, pipeline stages, and what is refused at start."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm import _custom_ops as ops
+from vllm.config import ParallelConfig
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -40,14 +42,14 @@ def caches(*groups: tuple[Sequence[str], Any]) -> KVCacheConfig:
     )
 
 
-def config(*, layout: str = "LBHNC", tp: int = 1, pp: int = 1, heads: int = HEADS, is_decoder: bool = False) -> Any:
-    """As much of a `VllmConfig` as is asked for."""
+def config(
+    *, layout: str = "LBHNC", tp: int = 1, pp: int = 1, heads: int = HEADS, is_decoder: bool = False, **parallel: Any
+) -> Any:
+    """As much of a `VllmConfig` as is asked for. The rest of the parallelism is what vLLM has without a setting."""
     model = SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda: heads)
     return SimpleNamespace(
         cache_config=SimpleNamespace(kv_cache_layout=layout),
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=tp, pipeline_parallel_size=pp, decode_context_parallel_size=1
-        ),
+        parallel_config=replace(ParallelConfig(), tensor_parallel_size=tp, pipeline_parallel_size=pp, **parallel),
         kv_transfer_config=SimpleNamespace(is_kv_consumer=is_decoder, is_kv_producer=not is_decoder),
         model_config=model,
     )
@@ -72,14 +74,33 @@ class TestGroups:
             ({"layout": "LHBNC"}, [(["l0"], FULL)], "LHBNC.*VLLM_KV_CACHE_LAYOUT"),
             ({"heads": 3, "tp": 2}, [(["l0"], FULL)], "3 KV heads cannot be shared by tensor_parallel_size 2"),
             ({"pp": 2, "is_decoder": True}, [(["l0"], FULL)], "pipeline_parallel_size is 2: a decoder must have 1"),
+            ({"tp": 2, "decode_context_parallel_size": 2}, [(["l0"], FULL)], "decode_context_parallel_size is 2"),
+            ({"prefill_context_parallel_size": 2}, [(["l0"], FULL)], "prefill_context_parallel_size is 2"),
+            ({"enable_dbo": True}, [(["l0"], FULL)], "enable_dbo is True.*microbatches"),
+            ({"ubatch_size": 2}, [(["l0"], FULL)], "ubatch_size is 2.*microbatches"),
         ],
-        ids=["Mamba", "block sizes", "layout", "3 heads on 2 ranks", "stages on a decoder"],
+        ids=[
+            "Mamba",
+            "block sizes",
+            "layout",
+            "3 heads on 2 ranks",
+            "stages on a decoder",
+            "decode context parallel",
+            "prefill context parallel",
+            "two microbatches",
+            "some microbatches",
+        ],
     )
     def test_what_cannot_be_moved_is_refused_by_name(
         self, settings: dict[str, Any], groups: list[Any], complaint: str
     ) -> None:
         with pytest.raises(UnsupportedEngine, match=complaint):
             vllm_cache.check_engine(config(**settings), caches(*groups))
+
+    def test_a_decoder_may_compute_in_microbatches(self) -> None:
+        """It waits for no layer: what it writes, it keeps."""
+        made = config(is_decoder=True, enable_dbo=True, ubatch_size=2)
+        assert vllm_cache.check_engine(made, caches((["l0"], FULL)))
 
     def test_a_prefiller_may_have_stages(self) -> None:
         assert vllm_cache.check_engine(config(pp=2), caches((["l0"], FULL)))

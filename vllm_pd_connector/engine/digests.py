@@ -1,10 +1,12 @@
 """`verify_pages`: digests of the parts of pages a write carries, made by the sender and compared by the receiver."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.geometry.page import PageShape
 from vllm_pd_connector.geometry.page_table import PageTable
 from vllm_pd_connector.plan.route import Route
 from vllm_pd_connector.plan.write import BoundWrite, GroupWrite, PieceNumbers, partial_granules
@@ -12,6 +14,9 @@ from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.wire.messages import WriteNote
 
 DIGEST_BYTES = 8
+
+MAX_KINDS = 4096 + 256
+"""Kinds of parts a note may have: spots of the largest page, and the end of each cache group."""
 
 
 def digest(page: bytes, pieces: Iterable[tuple[int, int]]) -> bytes:
@@ -57,30 +62,65 @@ def signature(
     }
 
 
-def compare(transport: Transport, note: WriteNote, pages: PageTable) -> list[tuple[int, int, bool]]:
+def max_runs(page: PageShape) -> int:
+    """The most runs that a part of a page can be made of: each token of each head, or each row of each head."""
+    return page.num_heads * max(page.block_size, sum(plane.rows for plane in page.planes))
+
+
+def compare(transport: Transport, note: WriteNote, pages: PageTable, most_runs: int) -> list[tuple[int, int, bool]]:
     """(layer, block, equal) of each part of a page that a note has a digest of.
 
+    Args:
+        transport: of the receiver.
+        note: with digests.
+        pages: the receiver's.
+        most_runs: `max_runs` of one of them.
+
     Raises:
-        ProtocolError: the note names pages or pieces that there are not.
+        ProtocolError: the note names pages or pieces that there are not, or more than a sender has. Nothing was read.
+        UnsupportedEngine: the pages cannot be read by the CPU.
     """
-    count = len(note.digests) // DIGEST_BYTES
-    fits = (
-        len(note.digests) == count * DIGEST_BYTES and len(note.layers) == len(note.blocks) == len(note.spots) == count
-    )
-    inside = (
-        fits
-        and all(layer < pages.num_layers for layer in note.layers)
-        and all(block < pages.num_blocks for block in note.blocks)
-        and all(spot < len(note.pieces) for spot in note.spots)
-        and all(offset + length <= pages.page_bytes for pieces in note.pieces for offset, length in pieces)
-    )
-    if not inside:
+    if not (_is_consistent(note, pages) and _has_honest_runs(note, pages, most_runs) and _is_disjoint(note, pages)):
         raise ProtocolError("the digests do not fit the pages they are said to be of")
     expected = [note.digests[start : start + DIGEST_BYTES] for start in range(0, len(note.digests), DIGEST_BYTES)]
     return [
         (layer, block, digest(transport.read_page(layer, block), note.pieces[spot]) == want)
         for layer, block, spot, want in zip(note.layers, note.blocks, note.spots, expected, strict=True)
     ]
+
+
+def _is_consistent(note: WriteNote, pages: PageTable) -> bool:
+    return (
+        len(note.digests) == note.pages * DIGEST_BYTES
+        and len(note.layers) == len(note.blocks) == len(note.spots) == note.pages
+        and all(layer < pages.num_layers for layer in note.layers)
+        and all(block < pages.num_blocks for block in note.blocks)
+        and all(spot < len(note.pieces) for spot in note.spots)
+    )
+
+
+def _has_honest_runs(note: WriteNote, pages: PageTable, most_runs: int) -> bool:
+    """As `signature` makes them: in order, apart from each other, inside a page, no more than there can be."""
+    if len(note.pieces) > MAX_KINDS:
+        return False
+    for kind in note.pieces:
+        end = 0
+        for offset, length in kind:
+            if offset < end:
+                return False
+            end = offset + length
+        if end > pages.page_bytes or not 0 < len(kind) <= most_runs:
+            return False
+    return True
+
+
+def _is_disjoint(note: WriteNote, pages: PageTable) -> bool:
+    """No page is said to have had more bytes than it has, so none is hashed again and again."""
+    sizes = [sum(length for _, length in kind) for kind in note.pieces]
+    written: Counter[tuple[int, int]] = Counter()
+    for layer, block, spot in zip(note.layers, note.blocks, note.spots, strict=True):
+        written[layer, block] += sizes[spot]
+    return max(written.values()) <= pages.page_bytes
 
 
 def _parts(pieces: PieceNumbers, route: Route, pages: PageTable) -> Iterator[tuple[int, int, int]]:

@@ -5,6 +5,7 @@ from collections import OrderedDict
 from vllm_pd_connector.engine.outgoing import Outgoing
 from vllm_pd_connector.lifecycle.deadline import Deadlines
 from vllm_pd_connector.lifecycle.outgoing import OutgoingState
+from vllm_pd_connector.transport.base import Peer
 
 MAX_REMEMBERED = 65_536
 """Ids of fenced and unclean transfers remembered, oldest dropped first. Dispatches that old have long been closed."""
@@ -31,6 +32,15 @@ class Ledger:
 
     def unsettled(self) -> list[Outgoing]:
         return [o for o in self._transfers.values() if o.state is not OutgoingState.OPEN]
+
+    def posting_to(self, peer: Peer) -> list[Outgoing]:
+        """Transfers that would post more to a peer."""
+        return [o for o in self._transfers.values() if o.will_post and any(link.peer is peer for link in o.links)]
+
+    @property
+    def peers(self) -> set[int]:
+        """`id` of each peer that a transfer may post more to."""
+        return {id(link.peer) for o in self._transfers.values() if o.will_post for link in o.links}
 
     def is_drained(self, transfer_id: str) -> bool:
         outgoing = self._transfers.get(transfer_id)

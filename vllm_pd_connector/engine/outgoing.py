@@ -44,6 +44,11 @@ class Outgoing:
         return self.state in (OutgoingState.OPEN, OutgoingState.CLOSING)
 
     @property
+    def will_post(self) -> bool:
+        """More may be handed to the transport, or to a native thread."""
+        return self.state is OutgoingState.OPEN or (self.state is OutgoingState.CLOSING and self.num_unposted > 0)
+
+    @property
     def is_drained(self) -> bool:
         return not self.num_unposted and not self.num_in_flight
 

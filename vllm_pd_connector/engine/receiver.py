@@ -4,10 +4,10 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 from logging import getLogger
 
-from vllm_pd_connector.engine.digests import compare
+from vllm_pd_connector.engine.digests import compare, max_runs
 from vllm_pd_connector.engine.step import ExpectTransfer, HandBack
 from vllm_pd_connector.engine.worker_rank import WorkerRank
-from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.errors import ProtocolError, UnsupportedEngine
 from vllm_pd_connector.ids import TransferId
 from vllm_pd_connector.lifecycle.completion import Arrival, CompletionTable
 from vllm_pd_connector.plan.expectation import expected_units
@@ -51,6 +51,7 @@ class Receiver:
         transport: the rank's endpoint.
         rank: the worker.
         max_parked: transfers with early arrivals.
+        verify: compare the digests that senders send along; else nobody looks at them.
         tally: counters.
         timeline: moments.
     """
@@ -61,6 +62,7 @@ class Receiver:
         rank: WorkerRank,
         *,
         max_parked: int,
+        verify: bool,
         tally: Tally,
         timeline: Timeline,
     ) -> None:
@@ -73,6 +75,9 @@ class Receiver:
         self._incoming: dict[str, _Incoming] = {}
         self._spoiled_early: OrderedDict[str, str] = OrderedDict()
         self._max_parked = max_parked
+        self._verify = verify
+        self._max_runs = max_runs(rank.geometry.page(rank.tp_rank))
+        self._frames: deque[bytes] = deque()
         self._tally = tally
         self._timeline = timeline
         self.finished: deque[str] = deque()
@@ -114,21 +119,23 @@ class Receiver:
 
     def advance(self) -> None:
         # Also without anything expected: a poll is cheap, and early arrivals must be taken in.
-        for frame in self._transport.notifications():
-            try:
-                note = decode_note(frame)
-            except ProtocolError as error:
-                self._tally.add("notes_refused")
-                logger.warning("event=note_refused rank=%d reason=%s", self._rank, error)
-                continue
-            if isinstance(note, WriteNote):
-                self._count(note)
-            else:
-                self._fail(note)
+        self._frames.extend(self._transport.notifications())
+        while self._frames:
+            self._take(self._frames.popleft())  # one that cannot be taken is lost alone
+
+    def _take(self, frame: bytes) -> None:
+        try:
+            note = decode_note(frame)
+        except ProtocolError as error:
+            self._tally.add("notes_refused")
+            logger.warning("event=note_refused rank=%d reason=%s", self._rank, error)
+            return
+        if isinstance(note, WriteNote):
+            self._count(note)
+        else:
+            self._fail(note)
 
     def _count(self, note: WriteNote) -> None:
-        if note.digests:
-            self._verify(note)
         arrival = self._counts.arrive(
             TransferId(note.transfer_id),
             sender=note.sender,
@@ -139,6 +146,8 @@ class Receiver:
         if arrival is Arrival.LATE or arrival is Arrival.DUPLICATE:
             self._tally.add("notes_late" if arrival is Arrival.LATE else "notes_duplicate")
             return
+        if self._verify and note.digests and arrival is not Arrival.EXCESS:
+            self._compare(note)  # before what it completes is reported
         self._tally.add("pages_arrived", note.pages)
         self._timeline.mark(note.transfer_id, "note_arrived", seq=note.seq, pages=note.pages, rank=self._rank)
         self._conclude(note.transfer_id, arrival)
@@ -193,10 +202,10 @@ class Receiver:
         if not is_trusted:
             incoming.whole_stop = 0
 
-    def _verify(self, note: WriteNote) -> None:
+    def _compare(self, note: WriteNote) -> None:
         try:
-            results = compare(self._transport, note, self._pages)
-        except ProtocolError as error:
+            results = compare(self._transport, note, self._pages, self._max_runs)
+        except (ProtocolError, UnsupportedEngine) as error:
             self._spoil(note.transfer_id, str(error), is_trusted=False)
             return
         for layer, block, is_equal in results:

@@ -88,19 +88,7 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> lis
     ]
     if len(sizes := {spec.block_size for spec in _specs(kv_cache_config)}) != 1:
         raise UnsupportedEngine(f"cache groups with block sizes {sorted(sizes)}: all must have one")
-    parallel = vllm_config.parallel_config
-    if parallel.decode_context_parallel_size > 1:
-        raise UnsupportedEngine("decode_context_parallel_size must be 1 in this release")
-    transfer = vllm_config.kv_transfer_config
-    if parallel.pipeline_parallel_size > 1 and transfer is not None and transfer.is_kv_consumer:
-        raise UnsupportedEngine(
-            f"pipeline_parallel_size is {parallel.pipeline_parallel_size}: a decoder must have 1 in this release; "
-            "a prefiller (kv_role kv_producer) may have more"
-        )
-    try:
-        owned_heads(0, parallel.tensor_parallel_size, _num_kv_heads(vllm_config))
-    except ConfigError as error:
-        raise UnsupportedEngine(str(error)) from None
+    _check_parallelism(vllm_config)
     return groups
 
 
@@ -206,6 +194,39 @@ def page_table(kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheCo
         slot_bytes=first.shape[3] * itemsize,
         kernel_blocks=ratio,
     )
+
+
+def _check_parallelism(vllm_config: VllmConfig) -> None:
+    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    for field in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := getattr(parallel, field)) > 1:
+            raise UnsupportedEngine(f"{field} is {size}: it must be 1 in this release")
+    if parallel.pipeline_parallel_size > 1 and transfer is not None and transfer.is_kv_consumer:
+        raise UnsupportedEngine(
+            f"pipeline_parallel_size is {parallel.pipeline_parallel_size}: a decoder must have 1 in this release; "
+            "a prefiller (kv_role kv_producer) may have more"
+        )
+    # A layer's hook runs in each microbatch; the pages are all there after the last one only.
+    is_prefiller = transfer is not None and transfer.is_kv_producer
+    if is_prefiller and (parallel.enable_dbo or parallel.ubatch_size > 1):
+        raise UnsupportedEngine(
+            f"enable_dbo is {parallel.enable_dbo}, ubatch_size is {parallel.ubatch_size}: a prefiller cannot compute "
+            "in microbatches in this release; leave enable_dbo unset and ubatch_size 0"
+        )
+    try:
+        owned_heads(0, parallel.tensor_parallel_size, _num_kv_heads(vllm_config))
+    except ConfigError as error:
+        raise UnsupportedEngine(str(error)) from None
+
+
+def check_readable(table: PageTable) -> None:
+    """Raises:
+    UnsupportedEngine: digests of these pages cannot be taken.
+    """
+    if table.memory != "DRAM":
+        raise UnsupportedEngine(
+            "verify_pages must be false: the CPU reads the pages, and this KV cache is device memory"
+        )
 
 
 def _specs(kv_cache_config: KVCacheConfig) -> list[AttentionSpec]:

@@ -119,6 +119,8 @@ class WorkerHalf:
         groups = vllm_cache.check_engine(self._vllm_config, self._kv_cache_config)
         pages = vllm_cache.page_table(kv_caches, self._kv_cache_config)
         self._pages = pages.table
+        if self._config.verify_pages:
+            vllm_cache.check_readable(self._pages)
         self._shape = vllm_cache.cache_shape(self._vllm_config, self._kv_cache_config, pages, groups)
         rank = WorkerRank(
             tp_rank=self._tp_rank,
@@ -184,7 +186,12 @@ class WorkerHalf:
             clock=self._clock,
         )
         self._receiver = Receiver(
-            self._transport, rank, max_parked=self._config.max_parked, tally=self._tally, timeline=self._timeline
+            self._transport,
+            rank,
+            max_parked=self._config.max_parked,
+            verify=self._config.verify_pages,
+            tally=self._tally,
+            timeline=self._timeline,
         )
         self._messenger = self._open_messenger(
             [self._writer, self._receiver],

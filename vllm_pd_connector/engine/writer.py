@@ -14,7 +14,7 @@ from logging import getLogger
 
 from vllm_pd_connector.engine.layer_signal import LayerSignal
 from vllm_pd_connector.engine.ledger import Ledger
-from vllm_pd_connector.engine.links import Links
+from vllm_pd_connector.engine.links import Link, Links
 from vllm_pd_connector.engine.outgoing import Outgoing, WhenQuiet
 from vllm_pd_connector.engine.posting import PlannedWrite, Posting, PreparedWrite
 from vllm_pd_connector.engine.step import BeginTransfer, CloseTransfer
@@ -25,7 +25,7 @@ from vllm_pd_connector.plan.grain import Grain
 from vllm_pd_connector.plan.write import ChunkWrite, layer_bytes
 from vllm_pd_connector.telemetry.counters import Tally
 from vllm_pd_connector.telemetry.timeline import Timeline
-from vllm_pd_connector.transport.base import Transport, WriteStatus
+from vllm_pd_connector.transport.base import Peer, Transport, WriteStatus
 from vllm_pd_connector.wire.codec import encode
 from vllm_pd_connector.wire.messages import FailureNote, Quiet, Standing
 
@@ -132,7 +132,7 @@ class Writer:
         self._timeline = timeline
         self._clock = clock
         self._ledger = Ledger()
-        self._links = Links(transport, rank.pages, rank.geometry, rank.tp_rank)
+        self._links = Links(transport, rank.pages, rank.geometry, rank.tp_rank, clock)
         self._steps: list[_Step] = []
         self._drains: list[_Drain] = []
         self.sent: deque[str] = deque()
@@ -243,9 +243,9 @@ class Writer:
             self._account(write, status)
         for step in self._steps:
             self._prepare_ahead(step)
-        for peer in self._links.take_distrusted(self._posting.peers):
-            self._transport.disconnect(peer)
         self._settle()
+        if self._links.may_drop:
+            self._links.drop_unused(self._posting.peers | self._ledger.peers)
 
     def _post_ready(self, step: _Step) -> None:
         seen = step.signal.take()
@@ -255,7 +255,7 @@ class Writer:
         ready = step.take_ready()
         for portion in ready:
             for write in self._prepared(step, portion):
-                self._attempt(write.outgoing, partial(self._posting.post, write))
+                self._attempt(write.outgoing, write.link.peer, partial(self._posting.post, write))
         for _, outgoing in self._live(step):
             for layer, at_ns in seen:
                 self._timeline.mark(outgoing.transfer_id, "layer_computed", layer=layer, at_ns=at_ns, rank=self._sender)
@@ -282,25 +282,33 @@ class Writer:
         if portion.writes is None:
             portion.writes = []
             for planned, outgoing in self._live(step):
-                self._attempt(outgoing, partial(self._prepare, portion, outgoing, planned))
+                for link in outgoing.links:
+                    if outgoing.may_post:
+                        self._attempt(outgoing, link.peer, partial(self._prepare, portion, outgoing, link, planned))
         return (write for write in portion.writes if write.outgoing.may_post)
 
-    def _prepare(self, portion: _Portion, outgoing: Outgoing, planned: PlannedWrite) -> None:
+    def _prepare(self, portion: _Portion, outgoing: Outgoing, link: Link, planned: PlannedWrite) -> None:
         assert portion.writes is not None
-        for link in outgoing.links:
-            write = self._posting.prepare(outgoing, link, planned, portion.layers)
-            if write is not None:
-                portion.writes.append(write)
+        write = self._posting.prepare(outgoing, link, planned, portion.layers)
+        if write is not None:
+            portion.writes.append(write)
 
-    def _attempt(self, outgoing: Outgoing, action: Callable[[], None]) -> None:
-        """Do something for a transfer; it fails if that cannot be done."""
+    def _attempt(self, outgoing: Outgoing, peer: Peer, action: Callable[[], None]) -> None:
+        """Do something for a transfer. It fails if that cannot be done, and with a lost peer all others to it do."""
         try:
             action()
-        except (PeerLost, OutOfRegion) as error:
-            for link in outgoing.links:
-                self._links.distrust(link.peer)
-            outgoing.is_clean &= isinstance(error, OutOfRegion)  # some of its pages may be on the wire
+        except OutOfRegion as error:
             self._give_up(outgoing, str(error))
+        except PeerLost as error:
+            outgoing.is_clean = False  # some of its pages may be on the wire
+            self._give_up(outgoing, str(error))
+            self._distrust(peer)
+
+    def _distrust(self, peer: Peer) -> None:
+        """Drop a peer that lost a write, and give up what else would be posted to it: it would get lost as well."""
+        self._links.distrust(peer)
+        for outgoing in self._ledger.posting_to(peer):
+            self._give_up(outgoing, "another write to the same decoder rank failed")
 
     def _live(self, step: _Step) -> Iterator[tuple[PlannedWrite, Outgoing]]:
         for planned in step.planned:
@@ -323,9 +331,9 @@ class Writer:
         if status is not WriteStatus.DONE:
             self._tally.add("write_failures")
             outgoing.is_clean = False
-            self._links.distrust(write.link.peer)
             if outgoing.may_post:
                 self._give_up(outgoing, f"a write of layers {write.layers} failed")
+            self._distrust(write.link.peer)
             return
         outgoing.units += write.bound.units
         self._tally.add_all(

@@ -6,6 +6,7 @@ One thread, the messenger, calls everything except `register`, which runs once b
 from enum import Enum, auto
 from typing import Protocol
 
+from vllm_pd_connector.errors import PeerLost
 from vllm_pd_connector.geometry.page_table import PageTable, PageView
 from vllm_pd_connector.kernels.bell import Bell
 from vllm_pd_connector.kernels.poller import ANYWHERE, Poller, ThreadPlace, Trigger
@@ -31,9 +32,19 @@ class Peer(Protocol):
         """The remote rank's pages."""
         ...
 
+    @property
+    def is_connected(self) -> bool:
+        """False once it was disconnected."""
+        ...
+
 
 class Lane(Protocol):
     """Prepared pieces of the local pages and of a peer's. Made by `Transport.open_lane`; opaque to callers."""
+
+    @property
+    def peer(self) -> Peer:
+        """Whose pages they are."""
+        ...
 
 
 class WriteHandle(Protocol):
@@ -133,12 +144,24 @@ class Transport(Protocol):
         ...
 
     def disconnect(self, peer: Peer) -> None:
-        """Drop a peer; writes to it fail from now on."""
+        """Drop a peer that no write is in flight to. Idempotent.
+
+        Its lanes end with it: whatever is prepared, posted or notified on one of them from now on raises PeerLost, also
+        when the same rank has been connected again.
+        """
         ...
 
     def close(self) -> None:
         """Deregister and stop. Idempotent."""
         ...
+
+
+def check_connected(peer: Peer, name: str) -> None:
+    """Raises:
+    PeerLost: the peer was disconnected, so its lanes are no more.
+    """
+    if not peer.is_connected:
+        raise PeerLost(f"{name} was disconnected")
 
 
 def post_write(transport: Transport, lane: Lane, write: BoundWrite, note: bytes) -> WriteHandle:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from vllm_pd_connector.errors import PeerLost
 from vllm_pd_connector.geometry.page_table import PageTable, PageView
 from vllm_pd_connector.plan.write import BoundWrite
-from vllm_pd_connector.transport.base import WriteStatus
+from vllm_pd_connector.transport.base import WriteStatus, check_connected
 
 
 class MemoryFabric:
@@ -86,9 +86,11 @@ class MemoryTransport:
         return MemoryPeer(name, pages)
 
     def open_lane(self, peer: MemoryPeer, src: PageView, dst: PageView) -> MemoryLane:
+        check_connected(peer, peer.name)
         return MemoryLane(peer, src, dst)
 
     def prepare_write(self, lane: MemoryLane, write: BoundWrite, note: bytes) -> MemoryWrite:
+        check_connected(lane.peer, lane.peer.name)
         return MemoryWrite(lane, write, note, self.polls_per_write)
 
     def post(self, handle: MemoryWrite, note: bytes | None = None) -> None:

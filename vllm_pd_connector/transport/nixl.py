@@ -22,7 +22,7 @@ from vllm_pd_connector.geometry.page_table import PageTable, PageView
 from vllm_pd_connector.kernels.bell import Bell
 from vllm_pd_connector.kernels.poller import ANYWHERE, ArmedWrite, Poller, ThreadPlace, Trigger
 from vllm_pd_connector.plan.write import BoundWrite
-from vllm_pd_connector.transport.base import WriteStatus
+from vllm_pd_connector.transport.base import WriteStatus, check_connected
 from vllm_pd_connector.transport.nixl_abi import tried_abi
 
 _STATUS = {"DONE": WriteStatus.DONE, "PROC": WriteStatus.POSTED, "ERR": WriteStatus.FAILED}
@@ -47,6 +47,7 @@ class NixlPeer:
     name: str
     pages: PageTable
     dlists: list[Any] = field(default_factory=list)
+    is_connected: bool = True
 
 
 @dataclass(slots=True)
@@ -116,6 +117,7 @@ class NixlTransport:
             raise PeerLost(f"agent descriptor of {len(descriptor)} B is not usable: {error!r}") from error
 
     def open_lane(self, peer: NixlPeer, src: PageView, dst: PageView) -> NixlLane:
+        check_connected(peer, peer.name)
         try:
             if src.pieces not in self._dlists:
                 self._dlists[src.pieces] = self._prepare("NIXL_INIT_AGENT", src)
@@ -126,6 +128,8 @@ class NixlTransport:
         return NixlLane(peer, self._dlists[src.pieces], remote)
 
     def prepare_write(self, lane: NixlLane, write: BoundWrite, note: bytes) -> NixlWrite:
+        # NIXL does not check: it reads a released list, whose memory may be that of another peer's list by now.
+        check_connected(lane.peer, lane.peer.name)
         try:
             handle = self._agent.make_prepped_xfer(
                 "WRITE", lane.local, write.src_pieces, lane.remote, write.dst_pieces, note
@@ -136,8 +140,9 @@ class NixlTransport:
 
     def post(self, handle: NixlWrite, note: bytes | None = None) -> None:
         try:
+            check_connected(handle.peer, handle.peer.name)
             handle.status = _STATUS[self._agent.transfer(handle.handle, note or handle.note)]
-        except NIXL_ERRORS as error:
+        except (PeerLost, *NIXL_ERRORS) as error:
             handle.status = WriteStatus.FAILED
             raise PeerLost(f"write to {handle.peer.name}: {error!r}") from error
 
@@ -185,6 +190,7 @@ class NixlTransport:
         return True
 
     def notify(self, peer: NixlPeer, note: bytes) -> None:
+        check_connected(peer, peer.name)
         try:
             self._agent.send_notif(peer.name, note)
         except NIXL_ERRORS as error:
@@ -200,6 +206,9 @@ class NixlTransport:
         return ctypes.string_at(self._pages.address(layer, block), self._pages.page_bytes)
 
     def disconnect(self, peer: NixlPeer) -> None:
+        if not peer.is_connected:
+            return
+        peer.is_connected = False
         try:
             for dlist in peer.dlists:
                 dlist.release()

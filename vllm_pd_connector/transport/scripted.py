@@ -12,7 +12,7 @@ import numpy as np
 
 from vllm_pd_connector.geometry.page_table import PageTable, PageView
 from vllm_pd_connector.plan.write import BoundWrite
-from vllm_pd_connector.transport.base import Transport, WriteStatus
+from vllm_pd_connector.transport.base import Transport, WriteStatus, check_connected
 
 HANG_S = 5.0
 """Seconds a write hangs."""
@@ -59,6 +59,7 @@ class ScriptedTransport:
         self._num_writes = 0
 
     def prepare_write(self, lane: Any, write: BoundWrite, note: bytes) -> _Write:
+        check_connected(lane.peer, "its decoder rank")
         return _Write(lane, write, note)
 
     def post(self, handle: _Write, note: bytes | None = None) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.errors import PeerLost
-from vllm_pd_connector.transport.base import WriteStatus
+from vllm_pd_connector.transport.base import WriteStatus, check_connected
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -107,6 +107,7 @@ class SimulatedTransport:
         return SimulatedLane(peer, self._memory.cells_of_pieces(src.pieces), there.cells_of_pieces(dst.pieces))
 
     def prepare_write(self, lane: SimulatedLane, write: BoundWrite, note: bytes) -> SimulatedWrite:
+        check_connected(lane.peer, "the peer")
         return SimulatedWrite(lane, write, note, _transfer_of(note))
 
     def post(self, handle: SimulatedWrite, note: bytes | None = None) -> None:
