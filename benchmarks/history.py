@@ -17,7 +17,7 @@ from benchmarks.report import replace_between, table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
+PAGE, README = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
 POOL = "the runs to {tokens:,} tokens, pooled"
 
 Ratios = dict[int, tuple[ratios.Ratio, int, int]]
@@ -26,24 +26,34 @@ Ratios = dict[int, tuple[ratios.Ratio, int, int]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.history", description=__doc__)
-    parser.add_argument("--docs", action="store_true", help="put the table into README.md and docs/benchmarks.md")
+    parser.add_argument(
+        "--docs", action="store_true", help="put the table into docs/benchmarks.md, and its last line into README.md"
+    )
     args = parser.parse_args()
     runs = {path.parent.name: read_records(path) for path in sorted(RESULTS.glob(f"*/{RAW}"), key=_begun)}
-    lines = markdown(runs)
-    print(lines)
-    for page in PAGES if args.docs else ():
-        page.write_text(replace_between(page.read_text(), "history", lines))
+    rows = rows_of(runs)
+    print(markdown(rows))
+    if args.docs:
+        for page, shown in ((PAGE, rows), (README, dict(list(rows.items())[-1:]))):
+            page.write_text(replace_between(page.read_text(), "history", markdown(shown)))
 
 
-def markdown(runs: Mapping[str, Sequence[s.Record]]) -> str:
-    """A row for each run that measured both, in the order given, and the pooled one."""
+def rows_of(runs: Mapping[str, Sequence[s.Record]]) -> dict[str, Ratios]:
+    """One for each run that measured both, in the order given, and the pooled one."""
     rows = {name: found for name, records in runs.items() if (found := quotients(records))}
     if not rows:
-        return ""
+        return {}
     longest = max(list(rows.values())[-1])
     alike = [name for name, found in rows.items() if max(found) == longest]
     if len(alike) > 1:
         rows[POOL.format(tokens=longest)] = quotients(pooled({name: runs[name] for name in alike}))
+    return rows
+
+
+def markdown(rows: Mapping[str, Ratios]) -> str:
+    """As a table; nothing of nothing."""
+    if not rows:
+        return ""
     lengths = sorted({tokens for found in rows.values() for tokens in found})
     head = " | ".join(["run", *(f"{tokens:,} tokens" for tokens in lengths)])
     cells = [[name, *(_cell(found, tokens) for tokens in lengths)] for name, found in rows.items()]

@@ -77,7 +77,7 @@ class TestHistory:
             "second": run([30.0] * 5, [40.0] * 5),
             "third": run([10.0] * 7, [40.0] * 7),
         }
-        assert history.markdown(runs).splitlines() == [
+        assert history.markdown(history.rows_of(runs)).splitlines() == [
             "| run | 7,000 tokens | 8,000 tokens |",
             "|---|---|---|",
             "| first | 0.01 (0.01 … 0.01), n=5/5 | – |",
@@ -98,7 +98,7 @@ class TestHistory:
         assert history.quotients(history.pooled(runs))[8000][1] == 5
 
     def test_without_runs_there_is_no_table(self) -> None:
-        assert history.markdown({"idle": []}) == ""
+        assert history.markdown(history.rows_of({"idle": []})) == ""
 
     def test_a_page_may_have_several_parts(self) -> None:
         page = "".join(f"<!-- {what}: begin -->\n{what}\n<!-- {what}: end -->\n" for what in ("a", "b"))
