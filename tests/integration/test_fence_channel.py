@@ -21,7 +21,7 @@ from vllm_pd_connector.wire.messages import ControlEndpoint, Fence, Inquiry, Qui
 
 GENERATION, OTHER = "a" * 16, "b" * 16
 TRANSFER = "c" * 32
-URL = "http://p:8000"
+URL = "http://127.0.0.1:8000"
 Open = Callable[..., FenceServer]
 T = TypeVar("T")
 
@@ -101,13 +101,14 @@ def ask(
     timeout_s: float = 5.0,
     is_serving: IsServing = nobody,
     has_ended: bool = False,
+    url: str = URL,
 ) -> FenceOutcome:
     controls = [ControlEndpoint(endpoint=e, generation=generation) for e in endpoints]
 
     async def question(client: FenceClient) -> FenceOutcome:
         if has_ended:
-            await client.see_end(controls)
-        return await client.ask(controls, TRANSFER, timeout_s, URL)
+            await client.see_end(controls, url)
+        return await client.ask(controls, TRANSFER, timeout_s, url)
 
     return with_client(key, question, is_serving)
 
@@ -197,7 +198,7 @@ def test_a_prefiller_that_lives_on_after_an_end_is_not_dead_when_it_is_refused_l
     controls = [ControlEndpoint(endpoint=server.endpoint, generation=GENERATION)]
 
     async def question(client: FenceClient) -> FenceOutcome:
-        await client.see_end(controls)
+        await client.see_end(controls, URL)
         server.close()
         return await client.ask(controls, TRANSFER, 1.0)
 
@@ -209,7 +210,7 @@ def test_a_rank_that_stops_listening_soon_after_an_end_is_dead(handler: Handler)
     controls = [ControlEndpoint(endpoint=server.endpoint, generation=GENERATION)]
 
     async def question(client: FenceClient) -> FenceOutcome:
-        seen = asyncio.ensure_future(client.see_end(controls))
+        seen = asyncio.ensure_future(client.see_end(controls, URL))
         await asyncio.sleep(0.3)
         assert not seen.done()
         await asyncio.to_thread(server.close)
@@ -219,12 +220,46 @@ def test_a_rank_that_stops_listening_soon_after_an_end_is_dead(handler: Handler)
     assert with_client(None, question).is_dead
 
 
+def test_a_later_end_is_looked_at_as_long_as_the_first(handler: Handler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM aborts new requests when it begins to end, and finishes the others before it has."""
+    monkeypatch.setattr("vllm_pd_connector.control.fence_client.END_S", 1.0)
+    server = started("127.0.0.1", handler)
+    controls = [ControlEndpoint(endpoint=server.endpoint, generation=GENERATION)] * 2
+
+    async def question(client: FenceClient) -> FenceOutcome:
+        seen = asyncio.ensure_future(client.see_end(controls, URL))
+        await asyncio.sleep(0.7)
+        await client.see_end(controls, URL)
+        await asyncio.sleep(0.7)
+        await asyncio.to_thread(server.close)
+        await asyncio.wait_for(seen, 5)
+        return await client.ask(controls, TRANSFER, 1.0)
+
+    assert with_client(None, question).is_dead
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_a_refusal_of_this_machine_says_nothing_of_a_prefiller_elsewhere(has_ended: bool) -> None:
+    """Its `advertise_host` was left at 127.0.0.1: this decoder's own ports refuse, and its own API server answers."""
+    rank = f"tcp://127.0.0.1:{closed_port()}"
+    outcome = ask(rank, is_serving=somebody, has_ended=has_ended, url="http://192.0.2.77:8000")
+    assert (outcome.is_quiet, outcome.is_dead) == (False, False)
+
+
+def test_a_rank_whose_host_is_a_name_is_reached_and_seen_to_be_gone(handler: Handler) -> None:
+    """Also where the name has an address of either kind."""
+    server = started("localhost", handler)
+    assert ask(server.endpoint).is_quiet
+    server.close()
+    assert ask(server.endpoint, is_serving=somebody).is_dead
+
+
 def test_the_end_of_another_prefiller_proves_nothing() -> None:
     rank = ControlEndpoint(endpoint=f"tcp://127.0.0.1:{closed_port()}", generation=GENERATION)
     other = ControlEndpoint(endpoint=rank.endpoint, generation=OTHER)
 
     async def question(client: FenceClient) -> FenceOutcome:
-        await client.see_end([other])
+        await client.see_end([other], URL)
         return await client.ask([rank], TRANSFER, 1.0)
 
     assert not with_client(None, question).is_dead

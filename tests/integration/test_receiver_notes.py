@@ -248,6 +248,14 @@ GOOD = {"digests": bytes(8), "layers": [0], "blocks": [1], "spots": [0], "pieces
         {"pieces": [[]]},
         {"pieces": [[(0, 32)]] * (MAX_KINDS + 1)},
         {"pages": 2, "digests": bytes(16), "layers": [0, 0], "blocks": [1, 1], "spots": [0, 0]},
+        {
+            "pages": BLOCK_TOKENS + 1,
+            "digests": bytes(8 * (BLOCK_TOKENS + 1)),
+            "layers": [0] * (BLOCK_TOKENS + 1),
+            "blocks": [1] * (BLOCK_TOKENS + 1),
+            "spots": list(range(BLOCK_TOKENS + 1)),
+            "pieces": [[(i, 1)] for i in range(BLOCK_TOKENS + 1)],
+        },
     ],
     ids=lambda change: str(change)[:60],
 )

@@ -2,11 +2,14 @@
 
 import asyncio
 import base64
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -314,6 +317,36 @@ def test_a_fence_over_the_socket_stops_a_transfer_that_has_not_begun(sides: tupl
 
     until(is_sent, "the cancelled transfer is not given back")
     assert not decoder.kv["l0"].any()  # law 1
+
+
+def test_the_control_port_stays_open_while_a_worker_that_ends_may_still_post(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law 1: decoders take a closed one for the end of all writes."""
+    monkeypatch.setattr("vllm_pd_connector.engine.messenger.STOP_TIMEOUT_S", 0.3)
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    class Slow(MemoryTransport):
+        def prepare_write(self, *args: Any) -> Any:
+            begun.set()
+            may_go_on.wait(10)
+            return super().prepare_write(*args)
+
+    fabric = MemoryFabric()
+    prefiller = Side(tmp_path, "kv_producer", partial(Slow, fabric), 3.5)
+    decoder = Side(tmp_path, "kv_consumer", partial(MemoryTransport, fabric), 0.0)
+    address = urlsplit(prefiller.half.handshake().control)
+    try:
+        begin(prefiller, decoder, WRITE)
+        assert begun.wait(5)
+        prefiller.half.shutdown()
+        socket.create_connection((address.hostname, address.port), 5).close()
+    finally:
+        may_go_on.set()
+        prefiller.half.shutdown()
+        decoder.half.shutdown()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((address.hostname, address.port), 5)
 
 
 def test_a_decoder_listens_on_no_control_port(sides: tuple[Side, Side]) -> None:

@@ -280,7 +280,7 @@ class Dispatcher:
             raise
         except Exception as error:  # noqa: BLE001 (whatever it is, the prefiller may have taken the request)
             if is_own_end(error) and self._fences is not None:
-                self._spawn(self._fences.see_end(hello.controls))
+                self._spawn(self._fences.see_end(hello.controls, prefiller.url))
             if isinstance(error, ShuttingDown) or not isinstance(error, PDConnectorError):
                 self._pool.lose(prefiller, hello, f"{type(error).__name__}: {error}")
             reason = f"{prefiller.url}: {type(error).__name__}: {error}"

@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 import zmq
 import zmq.asyncio
 
+from vllm_pd_connector.control import addresses
 from vllm_pd_connector.control.keys import ControlKey
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.wire.codec import MAX_CONTROL_BYTES, decode_control, encode
@@ -86,31 +87,38 @@ class FenceClient:
         self._context = context or zmq.asyncio.Context()
         self._gate = asyncio.Semaphore(MAX_AT_ONCE)
         self._gates: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        self._ending: set[ControlEndpoint] = set()
+        self._ending: dict[ControlEndpoint, float] = {}
         self._ended: set[ControlEndpoint] = set()
 
-    async def see_end(self, controls: list[ControlEndpoint]) -> None:
+    async def see_end(self, controls: list[ControlEndpoint], url: str) -> None:
         """A prefiller has just ended an exchange as one does whose process ends: see which ranks stop listening.
 
         Those are gone for good. Only now: it may have been something else, and what is refused a minute later may be
         so by a router.
-        """
-        fresh = set(controls) - self._ending - self._ended
-        self._ending |= fresh
-        try:
-            await asyncio.gather(*map(self._see_end, fresh))
-        finally:
-            self._ending -= fresh
 
-    async def _see_end(self, control: ControlEndpoint) -> None:
-        now = asyncio.get_running_loop().time
-        ends_at, pause_s = now() + END_S, 0.1
-        while not await self._is_refused(control.endpoint):
-            if now() >= ends_at:
+        Args:
+            controls: of every rank.
+            url: the prefiller's API server.
+        """
+        ends_at = asyncio.get_running_loop().time() + END_S
+        alive = dict.fromkeys((control for control in controls if control not in self._ended), ends_at)
+        fresh = [control for control in alive if control not in self._ending]
+        self._ending.update(alive)
+        await asyncio.gather(*(self._see_end(control, url) for control in fresh))
+
+    async def _see_end(self, control: ControlEndpoint, url: str) -> None:
+        now, pause_s = asyncio.get_running_loop().time, 0.1
+        try:
+            if await self._leads_home(control.endpoint, url):
                 return
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, MAX_LOOK_PAUSE_S)
-        self._ended.add(control)
+            while not await self._is_refused(control.endpoint):
+                if now() >= self._ending[control]:  # later if another exchange has ended since
+                    return
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_LOOK_PAUSE_S)
+            self._ended.add(control)
+        finally:
+            del self._ending[control]
 
     async def ask(
         self, controls: list[ControlEndpoint], transfer_id: str, timeout_s: float, url: str = ""
@@ -179,7 +187,7 @@ class FenceClient:
         socket = self._context.socket(zmq.DEALER)
         try:
             socket.linger = 0
-            socket.ipv6 = True
+            socket.ipv6 = "[" in endpoint  # as `FenceServer`, which takes a name's IPv4
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_CONTROL_BYTES)
             if self._key is not None:
                 self._key.secure_client(socket)
@@ -192,20 +200,32 @@ class FenceClient:
     async def _refuses_itself(self, endpoint: str, url: str) -> bool:
         """Whether it is a rank's own host that refuses: a vLLM server answers there, and then it still refuses."""
         host = urlsplit(endpoint).hostname
-        return bool(host) and await self._is_serving(url, host) and await self._is_refused(endpoint)
+        return (
+            bool(host)
+            and not await self._leads_home(endpoint, url)
+            and await self._is_serving(url, host)
+            and await self._is_refused(endpoint)
+        )
+
+    @staticmethod
+    async def _leads_home(endpoint: str, url: str) -> bool:
+        """Whether a rank's address is this machine's and its prefiller's is not.
+
+        Its `advertise_host` is not set, or both machines have a network of the same numbers; what is refused here, and
+        who serves here, then says nothing of it.
+        """
+        host, elsewhere = urlsplit(endpoint).hostname or "", urlsplit(url).hostname or ""
+        return await addresses.is_own(host) and not await addresses.is_own(elsewhere)
 
     @staticmethod
     async def _is_refused(endpoint: str) -> bool:
         """ZMQ hides a refused connection behind its retries, and a refusal is how a dead process shows."""
         try:
             parts = urlsplit(endpoint)
-            _, writer = await asyncio.wait_for(asyncio.open_connection(parts.hostname, parts.port), PROBE_S)
-        except ConnectionRefusedError:
-            return True
-        except (OSError, TimeoutError, ValueError):  # the last: no address, which ZMQ then refuses
+            host, port = parts.hostname, parts.port
+        except ValueError:  # no address, which ZMQ then refuses
             return False
-        writer.close()
-        return False
+        return bool(host and port) and await addresses.is_refused(host, port, PROBE_S)
 
     def close(self) -> None:
         self._context.destroy(linger=0)

@@ -3,6 +3,8 @@
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from vllm_pd_connector.errors import ProtocolError
@@ -62,31 +64,28 @@ def signature(
     }
 
 
-def max_runs(page: PageShape) -> int:
-    """The most runs that a part of a page can be made of: each token of each head, or each row of each head."""
-    return page.num_heads * max(page.block_size, sum(plane.rows for plane in page.planes))
-
-
-def compare(transport: Transport, note: WriteNote, pages: PageTable, most_runs: int) -> list[tuple[int, int, bool]]:
+def compare(transport: Transport, note: WriteNote, pages: PageTable, shape: PageShape) -> list[tuple[int, int, bool]]:
     """(layer, block, equal) of each part of a page that a note has a digest of.
 
     Args:
         transport: of the receiver.
         note: with digests.
         pages: the receiver's.
-        most_runs: `max_runs` of one of them.
+        shape: of one of them.
 
     Raises:
         ProtocolError: the note names pages or pieces that there are not, or more than a sender has. Nothing was read.
         UnsupportedEngine: the pages cannot be read by the CPU.
     """
-    if not (_is_consistent(note, pages) and _has_honest_runs(note, pages, most_runs) and _is_disjoint(note, pages)):
+    if not (_is_consistent(note, pages) and _has_honest_runs(note, pages, shape) and _is_disjoint(note, pages, shape)):
         raise ProtocolError("the digests do not fit the pages they are said to be of")
     expected = [note.digests[start : start + DIGEST_BYTES] for start in range(0, len(note.digests), DIGEST_BYTES)]
-    return [
-        (layer, block, digest(transport.read_page(layer, block), note.pieces[spot]) == want)
-        for layer, block, spot, want in zip(note.layers, note.blocks, note.spots, expected, strict=True)
-    ]
+    parts = sorted(zip(note.layers, note.blocks, note.spots, expected, strict=True))
+    results: list[tuple[int, int, bool]] = []
+    for (layer, block), same_page in groupby(parts, key=itemgetter(0, 1)):
+        page = transport.read_page(layer, block)  # once, however many parts it has
+        results += ((layer, block, digest(page, note.pieces[spot]) == want) for _, _, spot, want in same_page)
+    return results
 
 
 def _is_consistent(note: WriteNote, pages: PageTable) -> bool:
@@ -99,8 +98,10 @@ def _is_consistent(note: WriteNote, pages: PageTable) -> bool:
     )
 
 
-def _has_honest_runs(note: WriteNote, pages: PageTable, most_runs: int) -> bool:
+def _has_honest_runs(note: WriteNote, pages: PageTable, shape: PageShape) -> bool:
     """As `signature` makes them: in order, apart from each other, inside a page, no more than there can be."""
+    # Each token of each head, or each row of each head.
+    most_runs = shape.num_heads * max(shape.block_size, sum(plane.rows for plane in shape.planes))
     if len(note.pieces) > MAX_KINDS:
         return False
     for kind in note.pieces:
@@ -114,13 +115,14 @@ def _has_honest_runs(note: WriteNote, pages: PageTable, most_runs: int) -> bool:
     return True
 
 
-def _is_disjoint(note: WriteNote, pages: PageTable) -> bool:
-    """No page is said to have had more bytes than it has, so none is hashed again and again."""
+def _is_disjoint(note: WriteNote, pages: PageTable, shape: PageShape) -> bool:
+    """No page is said to have had more bytes or parts than it has, so none is hashed again and again."""
     sizes = [sum(length for _, length in kind) for kind in note.pieces]
-    written: Counter[tuple[int, int]] = Counter()
+    written, parts = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     for layer, block, spot in zip(note.layers, note.blocks, note.spots, strict=True):
         written[layer, block] += sizes[spot]
-    return max(written.values()) <= pages.page_bytes
+        parts[layer, block] += 1
+    return max(written.values()) <= pages.page_bytes and max(parts.values()) <= shape.block_size
 
 
 def _parts(pieces: PieceNumbers, route: Route, pages: PageTable) -> Iterator[tuple[int, int, int]]:

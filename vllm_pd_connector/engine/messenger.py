@@ -75,11 +75,14 @@ class Messenger:
         """Let another thread wait for what an action it submitted will set; False when the time is over first."""
         return signal.wait(timeout_s)
 
-    def stop(self) -> None:
-        """End the thread after its current turn; returns within `STOP_TIMEOUT_S`."""
+    def stop(self) -> bool:
+        """End the thread after its current turn, within `STOP_TIMEOUT_S`; False when it is still in that turn."""
         self._is_stopping = True
         self.bell.ring()
         self._thread.join(STOP_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.error("event=messenger_unfinished what it does takes more than %g s", STOP_TIMEOUT_S)
+        return not self._thread.is_alive()
 
     def turn(self) -> bool:
         """Carry out the inbox and advance each duty once; True when one is busy. For tests without a thread."""

@@ -4,7 +4,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 from logging import getLogger
 
-from vllm_pd_connector.engine.digests import compare, max_runs
+from vllm_pd_connector.engine.digests import compare
 from vllm_pd_connector.engine.step import ExpectTransfer, HandBack
 from vllm_pd_connector.engine.worker_rank import WorkerRank
 from vllm_pd_connector.errors import ProtocolError, UnsupportedEngine
@@ -76,7 +76,7 @@ class Receiver:
         self._spoiled_early: OrderedDict[str, str] = OrderedDict()
         self._max_parked = max_parked
         self._verify = verify
-        self._max_runs = max_runs(rank.geometry.page(rank.tp_rank))
+        self._shape = rank.geometry.page(rank.tp_rank)
         self._frames: deque[bytes] = deque()
         self._tally = tally
         self._timeline = timeline
@@ -204,7 +204,7 @@ class Receiver:
 
     def _compare(self, note: WriteNote) -> None:
         try:
-            results = compare(self._transport, note, self._pages, self._max_runs)
+            results = compare(self._transport, note, self._pages, self._shape)
         except (ProtocolError, UnsupportedEngine) as error:
             self._spoil(note.transfer_id, str(error), is_trusted=False)
             return

@@ -297,7 +297,8 @@ class WorkerHalf:
         In this order: decoders take a closed control port for a sign that nothing is posted any more.
         """
         if self._layers:
-            self._messenger.stop()
+            if not self._messenger.stop():
+                return  # the process's end stops it, and closes the rest
             self._native.close()
         if self._fences is not None:
             self._fences.close()

@@ -270,6 +270,9 @@ class SimulatedFenceClient(FenceClient):
             return network.noise.refusing_router
         return endpoint not in network.controls
 
+    async def _leads_home(self, endpoint: str, url: str) -> bool:  # type: ignore[override]
+        return False
+
     async def _answers(self, url: str, host: str) -> bool:
         await asyncio.sleep(2 * self._network.latency())
         return not self._network.is_cut(self._process.name, host) and host in self._network.servers

@@ -48,8 +48,8 @@ class SimulatedMessenger(Messenger):
         world.run(lambda: signal.is_set() or not self._process.is_alive, world.now + timeout_s)
         return signal.is_set()
 
-    def stop(self) -> None:
-        pass
+    def stop(self) -> bool:
+        return True
 
     def _turn_within(self, seconds: float) -> None:
         world = self._process.world
