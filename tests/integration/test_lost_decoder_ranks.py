@@ -1,6 +1,5 @@
 """What a writer does with a decoder rank that lost a write, has other pages, or has not been written to for long."""
 
-import base64
 from typing import Any
 
 import msgspec
@@ -12,11 +11,10 @@ from vllm_pd_connector.engine.step import BeginTransfer
 from vllm_pd_connector.geometry.cache_geometry import CacheGeometry
 from vllm_pd_connector.geometry.page_table import PageTable
 from vllm_pd_connector.plan.write import BoundWrite
+from vllm_pd_connector.testing.shapes import reservation
 from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.transport.memory import MemoryTransport
 from vllm_pd_connector.transport.scripted import ScriptedFault, ScriptedTransport
-from vllm_pd_connector.wire.messages import DecoderRank, Reservation
-from vllm_pd_connector.wire.version import PROTOCOL_VERSION
 
 C = "c" * 32
 
@@ -68,20 +66,8 @@ def heads_over(tp_size: int) -> CacheGeometry:
 
 def begin(cluster: Cluster, transfer: str, rank: Rank, pages: PageTable | None = None) -> None:
     """A reservation of block 9 of any rank, as if it were a decoder of its own."""
-    descriptor = base64.b64encode(rank.transport.descriptor()).decode()
-    reservation = Reservation(
-        protocol=PROTOCOL_VERSION,
-        transfer_id=transfer,
-        decoder="d",
-        decoder_generation="d" * 16,
-        prefiller_generation="e" * 16,
-        local_tokens=0,
-        blocks=[[9]],
-        lease_s=LEASE_S,
-        geometry=cluster.dst,
-        ranks=[DecoderRank(descriptor=descriptor, pages=pages or rank.kv.table)],
-    )
-    cluster.p.writer.begin(BeginTransfer(reservation=reservation, lease_s=LEASE_S, layers=()))
+    reserved = reservation(transfer, [[9]], cluster.dst, [(rank.transport.descriptor(), pages or rank.kv.table)])
+    cluster.p.writer.begin(BeginTransfer(reservation=reserved, lease_s=LEASE_S, layers=()))
 
 
 def finish(cluster: Cluster, transfer: str) -> None:

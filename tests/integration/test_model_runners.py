@@ -1,6 +1,5 @@
 """The connector as vLLM's model runners drive it, V1 and V2: when hooks fire, when pages leave, what is reported."""
 
-import base64
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,10 +15,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm_pd_connector.engine import connector
 from vllm_pd_connector.engine.step import BeginTransfer, CloseTransfer, ExpectTransfer, StepMetadata
 from vllm_pd_connector.plan.extent import Span
-from vllm_pd_connector.testing.shapes import whole_blocks
+from vllm_pd_connector.testing.shapes import reservation, whole_blocks
 from vllm_pd_connector.transport.memory import MemoryFabric, MemoryTransport
-from vllm_pd_connector.wire.messages import DecoderRank, Reservation
-from vllm_pd_connector.wire.version import PROTOCOL_VERSION
 
 TRANSFER = "a" * 32
 TARGET, DRAFTER = LAYERS[:2], LAYERS[2]
@@ -74,20 +71,9 @@ class Pair:
 
     def begin(self) -> BeginTransfer:
         handshake = self.decoder.worker.connector.get_handshake_metadata()
-        rank = DecoderRank(descriptor=base64.b64encode(handshake.descriptor).decode(), pages=handshake.pages)
-        reservation = Reservation(
-            protocol=PROTOCOL_VERSION,
-            transfer_id=TRANSFER,
-            decoder="d",
-            decoder_generation="d" * 16,
-            prefiller_generation="e" * 16,
-            local_tokens=0,
-            blocks=[[4, 5]],
-            lease_s=60.0,
-            geometry=handshake.shape.geometry(),
-            ranks=[rank],
-        )
-        return BeginTransfer(reservation=reservation, lease_s=60.0)
+        ranks = [(handshake.descriptor, handshake.pages)]
+        reserved = reservation(TRANSFER, [[4, 5]], handshake.shape.geometry(), ranks)
+        return BeginTransfer(reservation=reserved, lease_s=60.0)
 
 
 WRITE = whole_blocks(TRANSFER, (1, 2), (4, 5), block_size=BLOCK)

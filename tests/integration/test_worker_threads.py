@@ -1,7 +1,6 @@
 """`WorkerHalf` as vLLM drives it: registered tensors, layer hooks, its own threads, a fence over a socket, shutdown."""
 
 import asyncio
-import base64
 import socket
 import threading
 import time
@@ -26,11 +25,10 @@ from vllm_pd_connector.errors import UnsupportedEngine
 from vllm_pd_connector.kernels import native
 from vllm_pd_connector.plan.extent import Span
 from vllm_pd_connector.plan.write import ChunkWrite
-from vllm_pd_connector.testing.shapes import whole_blocks
+from vllm_pd_connector.testing.shapes import reservation, whole_blocks
 from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.transport.memory import MemoryFabric, MemoryTransport
-from vllm_pd_connector.wire.messages import ControlEndpoint, DecoderRank, Reservation
-from vllm_pd_connector.wire.version import PROTOCOL_VERSION
+from vllm_pd_connector.wire.messages import ControlEndpoint
 
 NUM_BLOCKS, HEADS, CONTENT = 12, 2, 64
 TRANSFER = "a" * 32
@@ -89,19 +87,9 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 def begin(prefiller: Side, decoder: Side, *writes: ChunkWrite) -> StepMetadata:
     handshake = decoder.half.handshake()
-    reservation = Reservation(
-        protocol=PROTOCOL_VERSION,
-        transfer_id=TRANSFER,
-        decoder="d",
-        decoder_generation="d" * 16,
-        prefiller_generation="e" * 16,
-        local_tokens=0,
-        blocks=[[4, 5]],
-        lease_s=60.0,
-        geometry=handshake.shape.geometry(),
-        ranks=[DecoderRank(descriptor=base64.b64encode(handshake.descriptor).decode(), pages=handshake.pages)],
-    )
-    orders = StepMetadata(begins=[BeginTransfer(reservation=reservation, lease_s=60.0)], writes=list(writes))
+    ranks = [(handshake.descriptor, handshake.pages)]
+    reserved = reservation(TRANSFER, [[4, 5]], handshake.shape.geometry(), ranks)
+    orders = StepMetadata(begins=[BeginTransfer(reservation=reserved, lease_s=60.0)], writes=list(writes))
     prefiller.half.start_step(orders)
     return orders
 

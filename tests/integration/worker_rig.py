@@ -1,6 +1,5 @@
 """Prefiller ranks and decoder ranks in one process: real writers and receivers over a memory fabric, turned by hand."""
 
-import base64
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +21,12 @@ from vllm_pd_connector.telemetry.timeline import NoTimeline
 from vllm_pd_connector.testing.arming import ArmingByPoll
 from vllm_pd_connector.testing.buffers import KvBuffer
 from vllm_pd_connector.testing.clock import FakeClock
-from vllm_pd_connector.testing.shapes import BLOCK_TOKENS, plain_geometry, whole_blocks
+from vllm_pd_connector.testing.shapes import BLOCK_TOKENS, plain_geometry, reservation, whole_blocks
 from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.transport.memory import MemoryFabric, MemoryTransport
 from vllm_pd_connector.transport.scripted import ScriptedFault, ScriptedTransport
 from vllm_pd_connector.wire.codec import encode
-from vllm_pd_connector.wire.messages import DecoderRank, Note, Reservation
-from vllm_pd_connector.wire.version import PROTOCOL_VERSION
+from vllm_pd_connector.wire.messages import Note
 
 NUM_LAYERS = 3
 PAGE_BYTES = 32
@@ -169,27 +167,11 @@ class Cluster:
         self, blocks: list[list[int]], transfer: str = A, *, lease_s: float = LEASE_S, local_tokens: int = 0
     ) -> None:
         """The same with the blocks of several cache groups."""
-        reservation = Reservation(
-            protocol=PROTOCOL_VERSION,
-            transfer_id=transfer,
-            decoder="d",
-            decoder_generation="d" * 16,
-            prefiller_generation="e" * 16,
-            local_tokens=local_tokens,
-            blocks=blocks,
-            lease_s=lease_s,
-            geometry=self.dst,
-            ranks=[
-                DecoderRank(
-                    descriptor=base64.b64encode(d.transport.descriptor()).decode(),
-                    pages=d.kv.table,
-                )
-                for d in self.decoders
-            ],
-        )
+        ranks = [(d.transport.descriptor(), d.kv.table) for d in self.decoders]
+        reserved = reservation(transfer, blocks, self.dst, ranks, lease_s=lease_s, local_tokens=local_tokens)
         for rank in self.prefillers:
             layers = tuple(self.names) if self.stages > 1 else ()
-            rank.writer.begin(BeginTransfer(reservation=reservation, lease_s=lease_s, layers=layers))
+            rank.writer.begin(BeginTransfer(reservation=reserved, lease_s=lease_s, layers=layers))
 
     def start_step(self, *writes: tuple[str, Sequence[int], Sequence[int]]) -> list[LayerSignal]:
         """A forward pass that completes whole (transfer, source blocks, destination blocks); a signal for each rank."""

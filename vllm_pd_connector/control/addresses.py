@@ -3,6 +3,9 @@
 import asyncio
 import socket
 
+PROBE_S = 1.0
+"""Seconds to wait for an answer that only shows whether anybody answers."""
+
 
 async def is_own(host: str) -> bool:
     """Whether a name or an address, loopback included, leads to this machine. Not if it cannot be looked up."""
@@ -13,20 +16,19 @@ async def is_own(host: str) -> bool:
     return any(_can_bind(family, address) for family, _, _, _, address in found)
 
 
-async def is_refused(host: str, port: int, limit_s: float) -> bool:
+async def is_refused(host: str, port: int) -> bool:
     """Whether every address of a host refuses connections.
 
     Args:
         host: name or address.
-        port: TCP.
-        limit_s: seconds to wait for each answer; none is no refusal.
+        port: TCP; no answer within `PROBE_S` is no refusal.
     """
     loop = asyncio.get_running_loop()
     try:
-        found = await asyncio.wait_for(loop.getaddrinfo(host, port, type=socket.SOCK_STREAM), limit_s)
+        found = await asyncio.wait_for(loop.getaddrinfo(host, port, type=socket.SOCK_STREAM), PROBE_S)
         for _, _, _, _, address in found:
             try:
-                _, writer = await asyncio.wait_for(asyncio.open_connection(*address[:2]), limit_s)
+                _, writer = await asyncio.wait_for(asyncio.open_connection(*address[:2]), PROBE_S)
             except ConnectionRefusedError:
                 continue
             writer.close()

@@ -15,10 +15,7 @@ from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.wire.codec import MAX_CONTROL_BYTES, decode_control, encode
 from vllm_pd_connector.wire.messages import Control, ControlEndpoint, Fence, Inquiry, Quiet, Refused, Standing
 
-PROBE_S = 1.0
-"""Seconds to wait for a connection that only shows whether anybody listens."""
-
-MARGIN_S = 4 * PROBE_S + 1.0
+MARGIN_S = 4 * addresses.PROBE_S + 1.0
 """Seconds beyond its time-out within which `FenceClient.ask` has answered, unless others are asked before it."""
 
 END_S, MAX_LOOK_PAUSE_S = 30.0, 2.0
@@ -225,7 +222,7 @@ class FenceClient:
             host, port = parts.hostname, parts.port
         except ValueError:  # no address, which ZMQ then refuses
             return False
-        return bool(host and port) and await addresses.is_refused(host, port, PROBE_S)
+        return bool(host and port) and await addresses.is_refused(host, port)
 
     def close(self) -> None:
         self._context.destroy(linger=0)

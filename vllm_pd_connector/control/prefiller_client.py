@@ -10,6 +10,7 @@ import msgspec
 from yarl import URL
 
 from vllm_pd_connector.config import PDConfig
+from vllm_pd_connector.control.addresses import PROBE_S
 from vllm_pd_connector.errors import ConfigError, PeerLost, ProtocolError
 from vllm_pd_connector.wire.messages import DispatchReply, Hello, HelloReply
 from vllm_pd_connector.wire.transfer_params import HELLO, parse_reply, to_params
@@ -23,9 +24,6 @@ In JSON, as vLLM's and the request guard's: a proxy's own, in other forms, may c
 
 MAX_ANSWER_BYTES = 16 << 20
 """More is not read. The greeting of 1,024 ranks has 0.1 MiB."""
-
-PROBE_S = 1.0
-"""Seconds to wait for an answer that only shows whether anybody answers."""
 
 KEEPALIVE_S = 3.0
 """Idle connections are dropped before vLLM's server drops them (5 s), so that none breaks as it is reused."""

@@ -1,5 +1,6 @@
 """Small geometries and writes of whole blocks, for tests and benchmarks in which the shape is not the point."""
 
+import base64
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from vllm_pd_connector.plan.extent import Span
 from vllm_pd_connector.plan.route import Route, routes
 from vllm_pd_connector.plan.write import BoundWrite, ChunkWrite, GroupWrite, bind, select
 from vllm_pd_connector.wire.compatibility import CacheShape
+from vllm_pd_connector.wire.messages import DecoderRank, Reservation
 from vllm_pd_connector.wire.version import PROTOCOL_VERSION
 
 BLOCK_TOKENS = 4
@@ -43,6 +45,32 @@ def whole_blocks(
     return ChunkWrite(
         transfer_id=transfer_id,
         groups=(GroupWrite(span=span, src_blocks=tuple(src_blocks), dst_blocks=tuple(dst_blocks)),),
+    )
+
+
+def reservation(
+    transfer_id: str,
+    blocks: list[list[int]],
+    geometry: CacheGeometry,
+    ranks: Sequence[tuple[bytes, PageTable]],
+    *,
+    lease_s: float = 60.0,
+    local_tokens: int = 0,
+) -> Reservation:
+    """Decoder blocks of each cache group, and what each decoder rank says of itself: its descriptor and its pages."""
+    return Reservation(
+        protocol=PROTOCOL_VERSION,
+        transfer_id=transfer_id,
+        decoder="d",
+        decoder_generation="d" * 16,
+        prefiller_generation="e" * 16,
+        local_tokens=local_tokens,
+        blocks=blocks,
+        lease_s=lease_s,
+        geometry=geometry,
+        ranks=[
+            DecoderRank(descriptor=base64.b64encode(descriptor).decode(), pages=pages) for descriptor, pages in ranks
+        ],
     )
 
 

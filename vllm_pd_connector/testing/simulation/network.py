@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import msgspec
 
-from vllm_pd_connector.control.fence_client import PROBE_S, FenceClient
+from vllm_pd_connector.control.addresses import PROBE_S
+from vllm_pd_connector.control.fence_client import FenceClient
 from vllm_pd_connector.control.fence_server import FenceServer
 from vllm_pd_connector.control.prefiller_client import PrefillerClient
 from vllm_pd_connector.testing.simulation.world import Action, Process, Thread, World
